@@ -14,10 +14,10 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       module: name of the module to run.
-      doc: text that `--help` prints.
+      doc: text that `--help` prints; None: no text.
     """
 
-    def __init__(self, module: str, doc: str):
+    def __init__(self, module: str, doc: str | None):
         super().__init__(
             f"python -m {module}",
             description=doc,

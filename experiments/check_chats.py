@@ -19,13 +19,14 @@ the context but outside the loss, are listed too; they are no reason to leave a 
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from experiments.arguments import Parser
-from glm5_jax.data.chat_data import MAX_TOKENS, VERIFIERS, filter_lines
+from glm5_jax.data.chat_data import MAX_TOKENS, VERIFIERS, SelectedLine, filter_lines
 from glm5_jax.data.conversation import unread_fields
 from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.runtime.files import read_lines
@@ -59,10 +60,52 @@ def main(arguments: list[str]) -> int:
     return _check(options, tokenizer)
 
 
+@dataclasses.dataclass
+class _Counts:
+    """Counts of the lines read so far.
+
+    Attributes:
+      lines, dropped, kept: lines; those that are left out; those that are valid.
+      samples, tokens, trained: samples of the valid lines, their tokens, and those that are trained on.
+      mistakes: mistakes in the valid lines.
+      fields: (first location, number of lines) of each field that is not read.
+    """
+
+    lines: int = 0
+    dropped: int = 0
+    kept: int = 0
+    samples: int = 0
+    tokens: int = 0
+    trained: int = 0
+    mistakes: int = 0
+    fields: dict[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
+
+    def add(self, chat: SelectedLine) -> None:
+        """Counts a valid line."""
+        for name in unread_fields(chat.line):
+            first, count = self.fields.get(name, (chat.place, 0))
+            self.fields[name] = first, count + 1
+        self.kept += 1
+        self.mistakes += len(chat.conversation.mistakes)
+        self.samples += len(chat.counts)
+        self.tokens += sum(count for count, _ in chat.counts)
+        self.trained += sum(count for _, count in chat.counts)
+
+    def print(self) -> None:
+        """Prints the fields that are not read, and the counts."""
+        for name, (location, count) in sorted(self.fields.items()):
+            line = f"the field {name} is not read: {count:,} lines have it, the first is {location}"
+            print(make_printable(line))
+        print(
+            f"{self.lines:,} lines, {self.dropped:,} of them left out; {self.samples:,} samples of {self.tokens:,} "
+            f"tokens, {self.trained / max(1, self.tokens):.0%} of them trained on; {self.mistakes:,} mistakes that are "
+            "not trained on"
+        )
+
+
 def _check(options, tokenizer: Tokenizer) -> int:
     total = sum(path.stat().st_size for path in options.files)
-    fields: dict[str, list] = {}  # unread fields: (first location, number of lines)
-    lines = dropped = num_kept = samples = tokens = num_trained = mistakes = 0
+    counts = _Counts()
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(ProgressBar(total, unit="byte"))
         new = options.write and options.write.with_name(f"{options.write.name}.new")
@@ -71,15 +114,13 @@ def _check(options, tokenizer: Tokenizer) -> int:
             stack.callback(new.unlink, missing_ok=True)
 
         def drop(location: str, reason: str) -> None:
-            nonlocal dropped
-            dropped += 1
+            counts.dropped += 1
             bar.print(f"{location}: {reason}")
 
         def located_lines() -> Iterator[tuple[str, bytes]]:
-            nonlocal lines
             shown = 0
             for location, line, done in _lines(options.files, bar.print):
-                lines += 1
+                counts.lines += 1
                 if done >= shown + 2**20:
                     shown = done
                     bar.update(done, location)
@@ -101,29 +142,17 @@ def _check(options, tokenizer: Tokenizer) -> int:
                 bar.print(
                     f"{chat.place}: {num_after_reply} messages after the last reply are not trained on"
                 )
-            for name in unread_fields(chat.line):
-                fields.setdefault(name, [chat.place, 0])[1] += 1
-            num_kept, mistakes = num_kept + 1, mistakes + len(chat.conversation.mistakes)
-            samples += len(chat.counts)
-            tokens += sum(count for count, _ in chat.counts)
-            num_trained += sum(count for _, count in chat.counts)
+            counts.add(chat)
             if out:
                 out.write(chat.line.rstrip(b"\r\n") + b"\n")
         bar.update(total, "read")
         if out:
             out.close()
             os.replace(new, options.write)
-    # Summary.
-    for name, (location, count) in sorted(fields.items()):
-        line = f"the field {name} is not read: {count:,} lines have it, the first is {location}"
-        print(make_printable(line))
-    print(
-        f"{lines:,} lines, {dropped:,} of them left out; {samples:,} samples of {tokens:,} tokens, "
-        f"{num_trained / max(1, tokens):.0%} of them trained on; {mistakes:,} mistakes that are not trained on"
-    )
+    counts.print()
     if out:
-        print(f"{num_kept:,} lines written to {options.write}")
-    return 1 if dropped else 0
+        print(f"{counts.kept:,} lines written to {options.write}")
+    return 1 if counts.dropped else 0
 
 
 def _num_after_last_reply(messages: Sequence[Mapping]) -> int:

@@ -1,7 +1,7 @@
 """Distils earlier stages into the policy, on-policy, to restore skills that later stages lost (GLM-5 3.5).
 
-    python -m launch.run --experiment=experiments/distill.py:tiny --experiment.checkpoint=WORKDIR
-        --experiment.teachers="[{'checkpoint': 'WORKDIR', 'origin': 'reasoning'}, ...]"
+    glm5 run distill:tiny --checkpoint=WORKDIR
+        --teachers="[{'checkpoint': 'WORKDIR', 'origin': 'reasoning'}, ...]"
 
 1. The policy attempts tasks of each earlier stage, once each.
 2. The final checkpoint of the task's stage, its teacher, scores every sampled token.
@@ -28,7 +28,7 @@ from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.rl.config import RlConfig, Teacher
-from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
+from glm5_jax.rl.trainers.sync_trainer import SyncRlTrainer, TaskSuite
 from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.stages import Stage
@@ -51,7 +51,7 @@ class DistillConfig(RlConfig):
       sft, reasoning, agentic, general: the tasks of each earlier stage; its teacher has the origin of that name.
     """
 
-    learns: str = "teachers"
+    objective: str = "teachers"
     sft: tuple[rl_reasoning.TaskWeight, ...] = ()
     reasoning: tuple[rl_reasoning.TaskWeight, ...] = ()
     agentic: tuple[rl_reasoning.TaskWeight, ...] = ()
@@ -72,15 +72,15 @@ class DistillConfig(RlConfig):
         evaluator: object = None,
         previous_stage: Stage | None = None,
         **options,
-    ) -> Reinforcement:
+    ) -> SyncRlTrainer:
         del evaluator
         kinds = self._kinds(evaluation=False)
         known = list(itertools.chain(*kinds.values()))
-        return Reinforcement(
-            self, workdir, self.world(kinds), known, previous_stage=previous_stage, **options
+        return SyncRlTrainer(
+            self, workdir, self.make_suite(kinds), known, previous_stage=previous_stage, **options
         )
 
-    def world(self, kinds: Mapping[str, list[Task]] | None = None) -> World:
+    def make_suite(self, kinds: Mapping[str, list[Task]] | None = None) -> TaskSuite:
         """Returns the tasks of all origins with their verifiers.
 
         Args:
@@ -98,11 +98,11 @@ class DistillConfig(RlConfig):
         async def verify(task: Task, attempt: Attempt) -> Reward:
             return await (rules if task.kind == INSTRUCTIONS else verifiers)(task, attempt)
 
-        return World(
-            TaskMixture(kinds, weights, seed=self.seed),
-            self._kinds(evaluation=True),
-            verify,
-            rl_reasoning.make_toolbox(itertools.chain(*kinds.values())),
+        return TaskSuite(
+            tasks=TaskMixture(kinds, weights, seed=self.seed),
+            held_out=self._kinds(evaluation=True),
+            verify=verify,
+            tools=rl_reasoning.make_toolbox(itertools.chain(*kinds.values())),
             close=verifiers.close,
         )
 
@@ -124,7 +124,9 @@ def get_config(variant: str = "tiny") -> DistillConfig:
 
 def teachers(folder: str) -> tuple[Teacher, ...]:
     """Returns the teacher of each origin: the stage's folder within `folder`."""
-    return tuple(Teacher(f"{folder}/{stage}", origin) for origin, stage in ORIGINS.items())
+    return tuple(
+        Teacher(checkpoint=f"{folder}/{stage}", origin=origin) for origin, stage in ORIGINS.items()
+    )
 
 
 def tiny() -> DistillConfig:
@@ -135,7 +137,7 @@ def tiny() -> DistillConfig:
         **rl_general.shared_fields(
             base,
             name="distill:tiny",
-            learns="teachers",
+            objective="teachers",
             schedule=dataclasses.replace(base.schedule, total_steps=30),
             teachers=teachers(EARLIER.format("tiny")),
             # This number nearly fills the rows of one compiled program.
@@ -143,7 +145,7 @@ def tiny() -> DistillConfig:
         ),
         sft=(rl_reasoning.TaskWeight(TaskConfig(kind="chain", size=4000, steps=5)),),
         reasoning=base.tasks[:2],
-        agentic=agentic.tasks[:1],
+        agentic=_task_sets(agentic)[:1],
         general=rl_general.tiny().tasks,
     )
 
@@ -156,6 +158,11 @@ def small() -> DistillConfig:
 def glm5() -> DistillConfig:
     """Uses the paper's group and batch size."""
     return with_shipped_tasks(rl_reasoning.glm5(), rl_agentic.glm5(), "glm5", 1024)  # GLM-5 3.5
+
+
+def _task_sets(config: AgenticConfig) -> tuple[rl_reasoning.TaskWeight, ...]:
+    """Returns the task sets of an agentic stage, without its terminal tasks, which are not distilled."""
+    return tuple(share for share in config.tasks if isinstance(share, rl_reasoning.TaskWeight))
 
 
 def with_shipped_tasks(
@@ -171,16 +178,16 @@ def with_shipped_tasks(
         **rl_general.shared_fields(
             base,
             name=f"distill:{size}",
-            learns="teachers",
+            objective="teachers",
             teachers=teachers(EARLIER.format(size)),
             rollout=dataclasses.replace(base.rollout, prompts=prompts, group=1, max_turns=turns),
         ),
         sft=(rl_reasoning.TaskWeight(TaskConfig(kind="chain", size=30_000, steps=5)),),
         reasoning=base.tasks,
-        agentic=agentic.tasks,
+        agentic=_task_sets(agentic),
         general=tuple(share for share in rl_general.ALL if share.kind == "instructions"),
     )
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -1,6 +1,6 @@
 """Trains sparse attention, the second stage of DSA: queries attend to the selected keys, and all weights adapt.
 
-    python -m launch.run --experiment=experiments/dsa_sparse.py:tiny --experiment.checkpoint=WORKDIR
+    glm5 run dsa_sparse:tiny --checkpoint=WORKDIR
 
 Source: GLM-5 2.1.1. The trunk's gradient comes only from the language-model loss. The indexers' gradient comes only
 from their divergence from the attention over the selected keys. Data and batches are those of mid-training's last
@@ -14,7 +14,8 @@ stage, and the learning rate is constant.
 import dataclasses
 
 from experiments import midtrain
-from glm5_jax.training.experiment import ExperimentConfig, choose
+from glm5_jax.training.experiment import choose
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import ScheduleConfig
 
 evaluator = midtrain.evaluator
@@ -59,4 +60,4 @@ def glm5() -> ExperimentConfig:
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -1,10 +1,10 @@
 """Trains the indexers on dense attention, the first stage of DSA; all other weights are frozen (GLM-5 2.1.1).
 
-    python -m launch.run --experiment=experiments/dsa_warmup.py:tiny --experiment.checkpoint=WORKDIR
+    glm5 run dsa_warmup:tiny --checkpoint=WORKDIR
 
 Attention is dense and the trunk does not change by a single bit. Each indexer minimises the divergence between the
 softmax of its scores and the attention probabilities, summed over heads (the `indexer` loss; one number per layer in
-the report). With --experiment.step.index_target=shared_layers, an indexer of IndexShare trains on all layers that
+the report). With --step.index_target=shared_layers, an indexer of IndexShare trains on all layers that
 share it.
 
 :tiny    for two CPU cores: 60 steps at 1024 tokens, about a minute
@@ -15,7 +15,8 @@ share it.
 import dataclasses
 
 from experiments import midtrain
-from glm5_jax.training.experiment import ExperimentConfig, MeshConfig, choose
+from glm5_jax.training.experiment import MeshConfig, choose
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
 
 evaluator = midtrain.evaluator
@@ -67,4 +68,4 @@ def glm5() -> ExperimentConfig:
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -1,6 +1,6 @@
 """Evaluates an agent on a folder of tasks.
 
-    python -m launch.run --experiment=experiments/evaluate.py:harbor --experiment.tasks=DIR --experiment.agent=oracle --workdir=OUT
+    glm5 run evaluate:harbor --tasks=DIR --agent=oracle --workdir=OUT
 
 :harbor  terminal tasks: folders in Harbor's format in DIR (or DIR itself, if it is one). Each is attempted in one
          sandbox and graded in another; about a second a task in addition to the agent and the tests.
@@ -9,24 +9,25 @@ Agents:
 
 - oracle: runs the task's solution, which must get reward 1;
 - nop: does nothing, which must get reward 0;
-- script: runs --experiment.script=FILE at every task;
+- script: runs --script=FILE at every task;
 - policy: a model with OpenAI's API, such as that of experiments/serve.py, which works with a shell:
 
-    --experiment.agent=policy --experiment.endpoint.base_url=http://127.0.0.1:8000
+    --agent=policy --endpoint.base_url=http://127.0.0.1:8000
 
---experiment.policy.max_tokens must not exceed the model's context, which is below the default for small models.
+--policy.max_tokens must not exceed the model's context, which is below the default for small models.
 
 OUT/results.json, {task: {reward, error, seconds}}, is updated after every task. OUT/logs has the output of the tests,
 OUT/chats the messages of a policy. reward is null, with the reason, if the attempt could not be judged, for example
 because the model's server failed. The same command attempts these and the remaining tasks.
 
-With a reward below 1, the result lists changes that are not graded ("changed, not graded: PATH"). For a task with
-environment_mode = "shared" everything is graded, since its tests run in the agent's sandbox. A warning says so if the
-form of a task's tests lets an attempt forge its reward (envs/terminal/forms.py lists the forms).
+With a reward below 1, the result lists changes that are not graded ("changed, not graded: PATH") and programs that
+still ran ("left running, not graded: NAME"). For a task with environment_mode = "shared" everything is graded, since
+its tests run in the agent's sandbox. A warning says so if the form of a task's tests lets an attempt forge its reward
+(envs/terminal/forms.py lists the forms).
 
---experiment.images='{"python:3.12": "DIR"}' names root file systems that stand for images. "host", the default for
+--images='{"python:3.12": "DIR"}' names root file systems that stand for images. "host", the default for
 debian and ubuntu, stands for this machine's programs, which builds do not change. `python -m launch.base_image DIR` makes a
-root file system for the base images of Terminal-Bench. --experiment.build.network=True lets the RUN lines of
+root file system for the base images of Terminal-Bench. --build.network=True lets the RUN lines of
 Dockerfiles install packages over this machine's network; attempts and tests never have a network. Needs root, for
 sandboxes with users of their own.
 """
@@ -156,6 +157,7 @@ class EvaluateConfig:
 
 
 def _script(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
+    assert config.script is not None, "the config checks that this agent has a script"
     file = pathlib.Path(config.script)
     if not file.is_file():
         raise ValueError(f"no file {file} for the agent to run; --experiment.script=FILE names one")
@@ -166,13 +168,13 @@ def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
     from glm5_jax.checkpoint.models import load_tokenizer
 
     endpoint, chats = config.endpoint, workdir / "chats"
+    url = endpoint.base_url
+    assert url is not None, "the config checks that this agent has a server"
     sampling = {"temperature": endpoint.temperature, "top_p": endpoint.top_p}
 
     def connect() -> ChatClient:
         timeout_s = config.policy.reply_timeout_s
-        return ChatClient(
-            endpoint.base_url, endpoint.model, api_key=endpoint.key, timeout_s=timeout_s
-        )
+        return ChatClient(url, endpoint.model, api_key=endpoint.key, timeout_s=timeout_s)
 
     def write_chat(task: TerminalTask, trace: Trace) -> None:
         chats.mkdir(exist_ok=True)
@@ -265,6 +267,7 @@ class Evaluation:
         """Attempts all tasks without a reward."""
         # SIGTERM cancels like Ctrl-C, so that sandboxes are ended and built images removed.
         task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         remaining = [name for name in self._folders if self._reward(name) is None]
         slots = asyncio.Semaphore(self._concurrency)

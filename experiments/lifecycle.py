@@ -1,15 +1,16 @@
 """Trains a model through all stages in order; each stage starts from the weights of the previous one.
 
-    python -m launch.run --experiment=experiments/lifecycle.py:tiny
+    glm5 run lifecycle:tiny
 
 The stages are the fields of `Lifecycle`, in their order. Each has a folder of its own in the workdir, and its own
-flags: --experiment.pretrain.train.steps=50. Variants are those of pretrain.py. With ",each" after the variant, every
+flags: --pretrain.train.steps=50. Variants are those of pretrain.py. With ",each" after the variant, every
 stage of reinforcement learning is followed by a distillation that restores lost skills; without it there is one
 distillation, at the end. The report in the workdir shows all stages, the input and result of each, and every skill
 after each stage that trains one.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -29,10 +30,11 @@ from experiments.rl_agentic import AgenticConfig
 from experiments.rl_general import GeneralRlConfig
 from experiments.rl_reasoning import ReasoningConfig
 from glm5_jax.rl.config import Teacher
-from glm5_jax.rl.trainers.skill_matrix import skill_matrix
+from glm5_jax.rl.trainers.skill_matrix import evaluate_skills
 from glm5_jax.runtime.terminal import make_printable
-from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.experiment import choose
 from glm5_jax.training.lifecycle_report import SKILLS
+from glm5_jax.training.pretraining import ExperimentConfig
 
 evaluator = pretrain.evaluator
 TINY_MINUTES = {
@@ -54,7 +56,21 @@ TINY_MINUTES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lifecycle:
-    """The stages of a run (GLM-5, Figure 5)."""
+    """The stages of a run (GLM-5, Figure 5); None switches a stage off.
+
+    Attributes:
+      pretrain: pre-training (experiments/pretrain.py).
+      midtrain_32k, midtrain_128k, midtrain_200k: the stages of mid-training (midtrain.py).
+      dsa_warmup: warm-up of the indexers (dsa_warmup.py).
+      dsa_sparse: sparse adaptation (dsa_sparse.py).
+      sft: supervised fine-tuning (sft.py).
+      rl_reasoning: reasoning RL (rl_reasoning.py).
+      distill_reasoning: distillation after reasoning RL (distill.py).
+      rl_agentic: agentic RL (rl_agentic.py).
+      distill_agentic: distillation after agentic RL.
+      rl_general: general RL (rl_general.py).
+      distill: distillation after all stages.
+    """
 
     pretrain: ExperimentConfig
     midtrain_32k: ExperimentConfig
@@ -73,12 +89,31 @@ class Lifecycle:
 
 def get_config(variant: str = "tiny") -> Lifecycle:
     """Returns the stages of a variant. Raises ValueError, which lists the variants, for an unknown one."""
-    size, _, when = variant.partition(",")
-    if when not in ("", "each"):
-        raise ValueError(f"unknown variant {variant!r}; use {size} or {size},each")
+    return choose(
+        variant,
+        {
+            "tiny": functools.partial(make_stages, "tiny"),
+            "small": functools.partial(make_stages, "small"),
+            "glm5": functools.partial(make_stages, "glm5"),
+        },
+        kinds=("", "each"),
+    )
+
+
+def make_stages(size: str, kind: str) -> Lifecycle:
+    """Returns the stages of a size; kind: "each" distils after each stage of reinforcement learning."""
+    last = distill.get_config(size)
+    teachers = tuple(
+        Teacher(checkpoint=ORIGINS[teacher.origin], origin=teacher.origin)
+        for teacher in last.teachers
+    )
     # None switches a stage off.
-    distills, last = when or None, distill.get_config(size)
-    teachers = tuple(Teacher(ORIGINS[teacher.origin], teacher.origin) for teacher in last.teachers)
+    distill_reasoning = distill_agentic = None
+    if kind == "each":
+        distill_reasoning = dataclasses.replace(
+            last, agentic=(), general=(), teachers=teachers[:-2]
+        )
+        distill_agentic = dataclasses.replace(last, general=(), teachers=teachers[:-1])
     return Lifecycle(
         pretrain=pretrain.get_config(size),
         **{f"midtrain_{kind}": midtrain.get_config(f"{size},{kind}") for kind in midtrain.STAGES},
@@ -86,10 +121,9 @@ def get_config(variant: str = "tiny") -> Lifecycle:
         dsa_sparse=dsa_sparse.get_config(size),
         sft=sft.get_config(f"{size},mixed"),
         rl_reasoning=rl_reasoning.get_config(size),
-        distill_reasoning=distills
-        and dataclasses.replace(last, agentic=(), general=(), teachers=teachers[:-2]),
+        distill_reasoning=distill_reasoning,
         rl_agentic=rl_agentic.get_config(size),
-        distill_agentic=distills and dataclasses.replace(last, general=(), teachers=teachers[:-1]),
+        distill_agentic=distill_agentic,
         rl_general=rl_general.get_config(size),
         distill=dataclasses.replace(last, teachers=teachers),
     )
@@ -111,17 +145,17 @@ def finish(config: Lifecycle, workdir: pathlib.Path) -> None:
     skill_stages = [*ORIGINS.values(), "distill_reasoning", "distill_agentic", "distill"]
     stages = [f.name for f in dataclasses.fields(config) if f.name in skill_stages]
     stages = {name: str(workdir / name) for name in stages if getattr(config, name) is not None}
-    world = config.distill.world()
+    suite = config.distill.make_suite()
     try:
-        matrix = skill_matrix(config.distill, world, stages)
+        matrix = evaluate_skills(config.distill, suite, stages)
     finally:
-        world.close()
+        suite.close()
     (workdir / SKILLS).write_text(json.dumps(matrix._asdict(), indent=1) + "\n")
     for skill, sample in matrix.samples.items():
         rewards = " -> ".join(f"{reward:.2f}" for reward in matrix.rewards[skill].values())
-        prompt, reply = make_printable(sample["asked"]), make_printable(sample["distill"])
+        prompt, reply = make_printable(sample["prompt"]), make_printable(sample["distill"])
         print(f"\n{skill}: {rewards}\n  {prompt}\n  {reply}")
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

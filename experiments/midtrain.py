@@ -1,6 +1,6 @@
 """Mid-trains in three stages, from 4K to 200K tokens of context, with dense attention (GLM-5 2.3, Figure 5).
 
-    python -m launch.run --experiment=experiments/midtrain.py:tiny,32k --experiment.checkpoint=WORKDIR
+    glm5 run midtrain:tiny,32k --checkpoint=WORKDIR
 
 The variant is SIZE,STAGE. Each stage starts from the checkpoint of the previous one, the first from pre-training's.
 The first stage raises the rotary base to 1M (GLM-4.5 2.3). Packing is best-fit. The content of the rows differs from
@@ -8,12 +8,11 @@ stage to stage (glm5_jax/data/long_context.py).
 
 :tiny    for two CPU cores: 256, 512 and 1024 tokens stand for 32K, 128K and 200K. A minute or two each.
 :small   for one accelerator: 8K, 16K and 32K. Provide long texts:
-         --experiment.data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]"
+         --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]"
 :glm5    for 1,024 chips: 1T, 500B and 50B tokens.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 from experiments import pretrain
@@ -22,7 +21,8 @@ from glm5_jax.data.long_context import STAGES as SHARES, mid_training_sources
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.data.synthetic import LongContextTaskConfig
-from glm5_jax.training.experiment import ExperimentConfig, MeshConfig, choose
+from glm5_jax.training.experiment import MeshConfig, choose
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig
 
 evaluator = pretrain.evaluator
@@ -53,23 +53,17 @@ STAGES = {
 
 def get_config(variant: str = "tiny,32k") -> ExperimentConfig:
     """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
-    sizes = {"tiny": tiny, "small": small, "glm5": glm5}
-    return choose(
-        variant,
-        {
-            f"{size},{stage}": functools.partial(sizes[size], stage)
-            for size in sizes
-            for stage in STAGES
-        },
-    )
+    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5}, kinds=STAGES)
 
 
-def linear_decay_fields(stage: str, peak: float, end: float) -> dict[str, float]:
-    """Returns a stage's fields of the schedule, whose rate falls linearly over the tokens of all three stages."""
+def linear_decay(stage: str, peak: float, end: float, total_steps: int) -> ScheduleConfig:
+    """Returns a stage's schedule, whose rate falls linearly over the tokens of all three stages."""
     ends = [s.before for s in STAGES.values()][1:] + [1.0]
     after = dict(zip(STAGES, ends))[stage]
     rates = [peak + (end - peak) * share for share in (STAGES[stage].before, after)]
-    return {"kind": "linear", "peak": rates[0], "end": rates[1], "warmup_steps": 0}
+    return ScheduleConfig(
+        kind="linear", peak=rates[0], end=rates[1], warmup_steps=0, total_steps=total_steps
+    )
 
 
 def make_stage(base: ExperimentConfig, size: str, stage: str, **changes) -> ExperimentConfig:
@@ -114,7 +108,7 @@ def tiny(stage: str) -> ExperimentConfig:
         stage,
         data=make_data(base.data, stage, length, tasks),
         batch=pretrain.constant_batch(2048),
-        schedule=ScheduleConfig(**linear_decay_fields(stage, 1e-3, 2.5e-4), total_steps=120),
+        schedule=linear_decay(stage, 1e-3, 2.5e-4, total_steps=120),
         step=dataclasses.replace(
             base.step, bias_update_rate=TwoPhaseConfig(before=1e-3, after=1e-3)
         ),
@@ -133,7 +127,7 @@ def small(stage: str) -> ExperimentConfig:
         stage,
         data=make_data(base.data, stage, length, LongContextTaskConfig(kind="mrcr", length=length)),
         batch=pretrain.constant_batch(4 * 32_768),
-        schedule=ScheduleConfig(**linear_decay_fields(stage, 4e-5, 1e-5), total_steps=4000),
+        schedule=linear_decay(stage, 4e-5, 1e-5, total_steps=4000),
     )
 
 
@@ -163,12 +157,10 @@ def glm5(stage: str) -> ExperimentConfig:
         mesh=mesh,
         data=make_data(base.data, stage, length, LongContextTaskConfig(kind="mrcr", length=length)),
         batch=pretrain.constant_batch(batch),
-        schedule=ScheduleConfig(
-            **linear_decay_fields(stage, 4e-5, 1e-5), total_steps=-(-int(tokens) // batch)
-        ),
+        schedule=linear_decay(stage, 4e-5, 1e-5, total_steps=-(-int(tokens) // batch)),
         step=step,
     )
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -1,12 +1,12 @@
 """Pre-trains on plain text with next-token and multi-token prediction, from random weights.
 
-    python -m launch.run --experiment=experiments/pretrain.py:tiny
+    glm5 run pretrain:tiny
 
 :tiny    for two CPU cores: Shakespeare and the running Python's standard library. Takes five minutes and ends at
-         about 1.91 held-out bits per byte (unigram 3.04, Kneser-Ney bigram 2.00; LOG.md).
+         about 1.91 held-out bits per byte (unigram 3.04, Kneser-Ney bigram 2.00; docs/results/training.md).
 :small   for one accelerator: 1.2B parameters. Provide text and a tokenizer:
-         --experiment.tokenizer=FOLDER
-         --experiment.data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
+         --tokenizer=FOLDER
+         --data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
 :glm5    for 1,024 chips with 95 GB each: the 744B model as the paper pre-trains it, 27T tokens.
 """
 
@@ -15,11 +15,12 @@ import dataclasses
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.evals.perplexity import HeldOut
-from glm5_jax.training.experiment import ExperimentConfig, MeshConfig, SampleConfig, choose
+from glm5_jax.training.experiment import MeshConfig, choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 evaluator = HeldOut
 IDLE = ("indexer/",)  # dense attention does not use indexers, and weight decay would shrink them
@@ -31,7 +32,7 @@ def get_config(variant: str = "tiny") -> ExperimentConfig:
 
 
 def tiny() -> ExperimentConfig:
-    """Trains 2.9M parameters on two cores; the learning rate is the best of those tried (LOG.md)."""
+    """Trains 2.9M parameters on two cores; the learning rate is the best of those tried (docs/results/training.md)."""
     return ExperimentConfig(
         name="pretrain:tiny",
         model=dataclasses.replace(presets.tiny(), attention="dense"),
@@ -87,4 +88,4 @@ def constant_batch(tokens: int) -> BatchRampConfig:
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

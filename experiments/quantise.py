@@ -94,11 +94,11 @@ def calibration_rows(tokenizer: Tokenizer, path: pathlib.Path, length: int) -> n
 
 def _parser() -> Parser:
     parser = Parser("experiments.quantise", __doc__)
-    path = {"type": pathlib.Path}
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the model to quantise", **path)
-    parser.add_argument("out", metavar="OUT", help="a new folder for the result", **path)
+    path = pathlib.Path
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=path, help="the model to quantise")
+    parser.add_argument("out", metavar="OUT", type=path, help="a new folder for the result")
     parser.add_argument("--group", type=int, help="inputs of an expert that share a scale")
-    parser.add_argument("--text", default=SHAKESPEARE, help="text for calibration", **path)
+    parser.add_argument("--text", default=SHAKESPEARE, type=path, help="text for calibration")
     parser.add_argument("--plain", action="store_true", help="skip rotation and calibration")
     return parser
 

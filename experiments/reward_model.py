@@ -1,6 +1,6 @@
 """Trains the outcome reward model of General RL: a scalar score of which reply people prefer (GLM-5 3.4).
 
-    python -m launch.run --experiment=experiments/reward_model.py:tiny --workdir=DIR
+    glm5 run reward_model:tiny --workdir=DIR
 
 A scalar head on the backbone trains on pairs of replies (rl/reward_model/outcome_training.py). metrics.jsonl has
 held_out/accuracy: the share of pairs of held-out conversations that the model ranks as people did.
@@ -8,8 +8,8 @@ held_out/accuracy: the share of pairs of held-out conversations that the model r
 
 :tiny   from random weights, on synthetic pairs: the same fact in a kind or an unkind tone. About a minute on two CPU
         cores, to an accuracy above 0.9.
-:small  for one accelerator, from the weights of an SFT run (--experiment.checkpoint=WORKDIR). Provide pairs:
-        --experiment.files="('PAIRS.jsonl',)", with the lines of data/preferences.py.
+:small  for one accelerator, from the weights of an SFT run (--checkpoint=WORKDIR). Provide pairs:
+        --files="('PAIRS.jsonl',)", with the lines of data/preferences.py.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import random
 from experiments import sft
 from glm5_jax import presets
 from glm5_jax.data.preferences import Preference
-from glm5_jax.rl.config import policy_alone
+from glm5_jax.rl.config import policy_step_config
 from glm5_jax.rl.reward_model.outcome_training import OutcomeConfig
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
@@ -73,14 +73,14 @@ def tiny() -> SyntheticPairsConfig:
         name="reward_model:tiny",
         model=dataclasses.replace(presets.tiny(), attention="dense"),
         schedule=ScheduleConfig(kind="linear", peak=1e-3, end=1e-4, warmup_steps=5, total_steps=60),
-        step=dataclasses.replace(policy_alone(), remat="none"),
+        step=dataclasses.replace(policy_step_config(), remat="none"),
         train=TrainConfig(eval_interval=20, save_interval=20),
         requires_checkpoint=False,
         pairs=16,
         length=128,
         rows=16,
         held_out_fraction=0.1,
-        examined=64,
+        max_eval_pairs=64,
     )
 
 
@@ -92,4 +92,4 @@ def small() -> OutcomeConfig:
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

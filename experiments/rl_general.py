@@ -1,18 +1,18 @@
 """Runs general RL: instruction following, correctness and quality of replies (GLM-5 3.4).
 
-    python -m launch.run --experiment=experiments/rl_general.py:tiny --experiment.checkpoint=WORKDIR
+    glm5 run rl_general:tiny --checkpoint=WORKDIR
 
 Rewards have three sources:
 
 - rules that a program checks;
-- an outcome reward model (--experiment.reward_model=WORKDIR of experiments/reward_model.py);
-- a judge, any model with OpenAI's API (--experiment.judge=http://HOST:PORT, with --experiment.judge_key_file=FILE if
+- an outcome reward model (--reward_model=WORKDIR of experiments/reward_model.py);
+- a judge, any model with OpenAI's API (--judge=http://HOST:PORT, with --judge_key_file=FILE if
   it needs a key).
 
 With a model, a reply must pass the rules first. Without a model, rules are the only reward, and tasks without rules
 are refused. Either way, guards detect replies that are too long, repeat themselves or mix languages. Human replies are
 the other side of a comparison (tasks of kind "anchors"). They may also be trained on as text
-(--experiment.anchors=FILE --experiment.texts=8).
+(--anchors=FILE --sft_rows=8).
 
 :tiny  from the lifecycle's last checkpoint, in about three minutes: constraints on a reply in a play, by rules.
 :small for one accelerator: instructions, safety and creativity by both models.
@@ -39,9 +39,9 @@ from glm5_jax.envs.instructions.ifeval import Instructions
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.rl.config import RlConfig
-from glm5_jax.rl.reward_model.outcome_model import Asked, OutcomeModel
+from glm5_jax.rl.reward_model.outcome_model import BatchedScorer, OutcomeModel
 from glm5_jax.rl.rollouts.rollout import RolloutConfig
-from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
+from glm5_jax.rl.trainers.sync_trainer import SyncRlTrainer, TaskSuite
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
 from glm5_jax.runtime.http_server import read_key
 from glm5_jax.training.experiment import choose
@@ -96,10 +96,12 @@ class GeneralTaskWeight:
             return list(generated_tasks.tasks(self.demands, evaluation=evaluation))
         if self.kind == "instructions":
             all_tasks = list(ifeval.tasks(self.file or ifeval.SHIPPED))
-        elif self.kind == "prompts":
-            all_tasks = prompt_tasks(PROMPTS.get(self.file, self.file))
         else:
-            all_tasks = anchor_tasks(self.file, self.rubric)
+            assert self.file is not None, "prompts and anchors come from a file"
+            if self.kind == "prompts":
+                all_tasks = prompt_tasks(PROMPTS.get(self.file, self.file))
+            else:
+                all_tasks = anchor_tasks(self.file, self.rubric)
         return [
             task
             for task in all_tasks
@@ -126,7 +128,7 @@ class GeneralRlConfig(RlConfig):
       reward_model: workdir of the outcome reward model; None: not used.
       judge, judge_model: URL of the judge's server, and the model there; None: no judge, and the server's default.
       judge_key_file: file with the server's API key, so that the key appears in no log; None: the server needs no key.
-      anchors: file of human replies, of which every batch trains on `texts`; None: none.
+      anchors: file of human replies, of which every batch trains on `sft_rows`; None: none.
     """
 
     tasks: tuple[GeneralTaskWeight, ...] = (GeneralTaskWeight(),)
@@ -146,9 +148,9 @@ class GeneralRlConfig(RlConfig):
         names = [share.name for share in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"two of the tasks have one name: {sorted(names)}; join them into one")
-        if (self.anchors is None) != (self.texts == 0):
+        if (self.anchors is None) != (self.sft_rows == 0):
             raise ValueError(
-                f"anchors is {self.anchors!r} and texts {self.texts}; give both the file and the number in a batch, or neither"
+                f"anchors is {self.anchors!r} and sft_rows {self.sft_rows}; give both the file and the number in a batch, or neither"
             )
         if self.judge is None and self.judge_key_file is not None:
             raise ValueError(
@@ -165,21 +167,23 @@ class GeneralRlConfig(RlConfig):
         evaluator: object = None,
         previous_stage: Stage | None = None,
         **options,
-    ) -> Reinforcement:
+    ) -> SyncRlTrainer:
         del evaluator
         verify, judging = make_verifier(self)
         kinds = {share.name: share.tasks_of() for share in self.tasks}
-        world = World(
-            TaskMixture(kinds, {share.name: share.weight for share in self.tasks}, seed=self.seed),
-            {share.name: share.tasks_of(evaluation=True) for share in self.tasks},
-            verify,
+        suite = TaskSuite(
+            tasks=TaskMixture(
+                kinds, {share.name: share.weight for share in self.tasks}, seed=self.seed
+            ),
+            held_out={share.name: share.tasks_of(evaluation=True) for share in self.tasks},
+            verify=verify,
             judging=judging,
-            texts=[anchor_conversation(one) for one in read_anchors(self.anchors)]
+            conversations=[anchor_conversation(one) for one in read_anchors(self.anchors)]
             if self.anchors
             else (),
         )
         known = list(itertools.chain(*kinds.values()))
-        return Reinforcement(self, workdir, world, known, previous_stage=previous_stage, **options)
+        return SyncRlTrainer(self, workdir, suite, known, previous_stage=previous_stage, **options)
 
 
 def make_verifier(
@@ -203,7 +207,9 @@ def make_verifier(
         mesh = make_mesh(dataclasses.asdict(config.mesh), expert_slices=config.step.expert_slices)
         mesh = mesh if mesh.size > 1 else None
         # The same number of rows as the learner's, which the mesh divides.
-        outcomes = Asked(OutcomeModel.load(config.reward_model, rows=config.rows, mesh=mesh))
+        outcomes = BatchedScorer(
+            OutcomeModel.load(config.reward_model, rows=config.rows, mesh=mesh)
+        )
     models = {"orm": outcomes, "grm": judge_client and Judge(client=judge_client)}
     missing = {name: 0.0 for name, model in models.items() if model is None}
     reward = dataclasses.replace(config.reward, **missing)
@@ -262,4 +268,4 @@ def shared_fields(config: RlConfig, **changes) -> dict:
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

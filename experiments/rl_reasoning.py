@@ -1,19 +1,21 @@
 """Runs reasoning RL: math, science, code and tool use with verifiable rewards (GLM-5 3.2).
 
-    python -m launch.run --experiment=experiments/rl_reasoning.py:addition --workdir=DIR
+    glm5 run rl_reasoning:addition --workdir=DIR
 
 The loss is GRPO with IcePop: the baseline is the group's mean, there is no KL term, and the indexer is frozen. Kinds
 of tasks are kept in balance. Tasks that the policy solves often, and those that nobody solves, can be left out by the
 pass rates of the policy and of a stronger one, which task_pass_rates.py writes:
---experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.jsonl.
+--verdicts=OWN.jsonl --stronger_verdicts=OTHER.jsonl.
 
 :addition  a policy of 0.13M parameters, from random weights, trains to add a digit to a number of two digits from
            rewards only, on two CPU cores in about five minutes. A KL penalty to the uniform distribution keeps it
            exploring: without one it settles on the answer that is right most often.
-:tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of
+:tiny      from the lifecycle's SFT checkpoint (--checkpoint=WORKDIR), in about three minutes: chains of
            three and four values after SFT on five, and multiple choice. Code is too hard for it: see :small.
 :tools     from the same checkpoint: products, for which the policy must call a calculator and report its answer.
 :small     for one accelerator, from an SFT run: math, science, code and tools (`calculate`, `python`).
+:flash     the same for one machine with 8 accelerators of 80 GB: LoRA adapters of GLM-4.7-Flash, from its HuggingFace
+           folder (--experiment.checkpoint=FOLDER). The adapters are in WORKDIR/adapter, in PEFT's form.
 :glm5      the same for 1,024 chips. Provide tasks; few are shipped.
 """
 
@@ -22,6 +24,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from experiments import sft
 from glm5_jax import presets
@@ -35,17 +38,17 @@ from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.algorithm.credit import CreditConfig
 from glm5_jax.rl.algorithm.losses import PolicyConfig
-from glm5_jax.rl.config import EvaluationConfig, RlConfig, adam, policy_alone
+from glm5_jax.rl.config import EvaluationConfig, RlConfig, adam_optimizer_config, policy_step_config
 from glm5_jax.rl.rollouts.rollout import RolloutConfig, ToolError
-from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
+from glm5_jax.rl.trainers.sync_trainer import SyncRlTrainer, TaskSuite
 from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.runtime.coroutines import run_sync
-from glm5_jax.training.experiment import choose
+from glm5_jax.training.experiment import MeshConfig, choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
 from glm5_jax.training.stages import Stage
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 DIGITS = "0123456789"
 NEAR = 5.0  # distance at which a number is worth 1 / e of a right one
@@ -121,10 +124,10 @@ class ReasoningConfig(RlConfig):
         evaluator: object = None,
         previous_stage: Stage | None = None,
         **options,
-    ) -> Reinforcement:
+    ) -> SyncRlTrainer:
         del evaluator
         kinds = {share.name: share.tasks_of() for share in self.tasks}
-        if self.verdicts is not None:
+        if self.verdicts is not None and self.stronger_verdicts is not None:
             hard_tasks, report = keep_hard(
                 list(itertools.chain(*kinds.values())),
                 read_verdicts(self.verdicts),
@@ -134,23 +137,33 @@ class ReasoningConfig(RlConfig):
             print(report)
             hard_ids = {task.id for task in hard_tasks}
             kinds = {name: [t for t in tasks if t.id in hard_ids] for name, tasks in kinds.items()}
-        world = make_world(self, kinds, Verifiers(self.verifier, self.partial_credit))
+        suite = make_task_suite(self, kinds, Verifiers(self.verifier, self.partial_credit))
         all_tasks = list(itertools.chain(*kinds.values()))
-        return Reinforcement(
-            self, workdir, world, all_tasks, previous_stage=previous_stage, **options
+        return SyncRlTrainer(
+            self, workdir, suite, all_tasks, previous_stage=previous_stage, **options
         )
 
 
-def make_world(
-    config: RlConfig, kinds: Mapping[str, Sequence[Task]], verifiers: "Verifiers"
-) -> World:
+class WeightedTasks(Protocol):
+    """Configuration with task sets, such as `ReasoningConfig`."""
+
+    @property
+    def tasks(self) -> Sequence[TaskWeight]: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+def make_task_suite(
+    config: WeightedTasks, kinds: Mapping[str, Sequence[Task]], verifiers: "Verifiers"
+) -> TaskSuite:
     """Returns the tasks by kind, the held-out ones and the tools of all. `config` has the task weights and the seed."""
     weights = {share.name: share.weight for share in config.tasks}
-    return World(
-        TaskMixture(kinds, weights, seed=config.seed),
-        {share.name: share.tasks_of(evaluation=True) for share in config.tasks},
-        verifiers,
-        make_toolbox(itertools.chain(*kinds.values())),
+    return TaskSuite(
+        tasks=TaskMixture(kinds, weights, seed=config.seed),
+        held_out={share.name: share.tasks_of(evaluation=True) for share in config.tasks},
+        verify=verifiers,
+        tools=make_toolbox(itertools.chain(*kinds.values())),
         close=verifiers.close,
     )
 
@@ -198,7 +211,7 @@ def partial_digit_reward(task: Task, attempt: Attempt) -> Reward:
     """
     expected, reply, is_ended = task.data["answer"], attempt.reply, attempt.finish_reason == "stop"
     exact = float(is_ended and reply == expected)
-    written = max(len(reply), attempt.sampled - is_ended)
+    written = max(len(reply), attempt.num_sampled_tokens - is_ended)
     in_place = sum(a == b for a, b in zip(reply, expected)) / max(len(expected), written)
     count = sum(c in DIGITS for c in reply)
     digits = count / max(written, 1)
@@ -219,7 +232,15 @@ def partial_digit_reward(task: Task, attempt: Attempt) -> Reward:
 def get_config(variant: str = "addition") -> ReasoningConfig:
     """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(
-        variant, {"addition": addition, "tiny": tiny, "tools": tools, "small": small, "glm5": glm5}
+        variant,
+        {
+            "addition": addition,
+            "tiny": tiny,
+            "tools": tools,
+            "small": small,
+            "flash": flash,
+            "glm5": glm5,
+        },
     )
 
 
@@ -251,9 +272,9 @@ def addition() -> ReasoningConfig:
         schedule=ScheduleConfig(
             kind="linear", peak=5e-3, end=5e-4, warmup_steps=10, total_steps=700
         ),
-        step=dataclasses.replace(policy_alone(), remat="none"),
+        step=dataclasses.replace(policy_step_config(), remat="none"),
         policy=PolicyConfig(ref_kl=0.12),
-        credit=CreditConfig(pull="uniform"),
+        credit=CreditConfig(kl_target="uniform"),
         train=TrainConfig(eval_interval=50, sample_interval=0, save_interval=250),
         rollout=RolloutConfig(prompts=32, group=16, max_tokens=4, max_turns=1, thinking=False),
         engine=EngineConfig(
@@ -276,9 +297,9 @@ def tiny() -> ReasoningConfig:
     return ReasoningConfig(
         name="rl_reasoning:tiny",
         model=sft.without_int4(sft.tiny("mixed").model),
-        optimizer=dataclasses.replace(adam(), weight_decay=0.0),
+        optimizer=dataclasses.replace(adam_optimizer_config(), weight_decay=0.0),
         schedule=ScheduleConfig(kind="linear", peak=2e-4, end=2e-5, warmup_steps=5, total_steps=40),
-        step=dataclasses.replace(policy_alone(), remat="none"),
+        step=dataclasses.replace(policy_step_config(), remat="none"),
         train=TrainConfig(eval_interval=10, sample_interval=0, save_interval=20),
         rollout=RolloutConfig(prompts=8, group=16, max_tokens=80, max_turns=2),
         engine=ENGINE,
@@ -303,7 +324,7 @@ def tools() -> ReasoningConfig:
         # Without microbatches the rows would need 3 to 6 GB and half as much time again.
         step=dataclasses.replace(base.step, rows_per_device=8),
         rollout=RolloutConfig(prompts=8, group=16, max_tokens=64, max_turns=3),
-        credit=CreditConfig(drop_flat=True),
+        credit=CreditConfig(drop_zero_variance_groups=True),
         length=512,
         rows=64,
         tasks=(TaskWeight(TaskConfig(kind="products", size=20_000, digits=2)),),
@@ -328,6 +349,23 @@ def small() -> ReasoningConfig:
     )
 
 
+def flash() -> ReasoningConfig:
+    """Trains adapters of rank 16; learner and engine both have the weights, sharded over the machine."""
+    return dataclasses.replace(
+        small(),
+        name="rl_reasoning:flash",
+        model=sft.flash("mixed").model,
+        model_of_checkpoint=True,
+        mesh=MeshConfig(fsdp=1, expert=-1),
+        optimizer=dataclasses.replace(adam_optimizer_config(), weight_decay=0.0),
+        schedule=ScheduleConfig(
+            kind="constant", peak=2e-5, end=0.0, warmup_steps=0, total_steps=200
+        ),
+        step=dataclasses.replace(policy_step_config(), rows_per_device=1),
+        engine=EngineConfig(max_num_seqs=32, prefill_chunk=2048, max_length=8192),
+    )
+
+
 def glm5() -> ReasoningConfig:
     """Uses the mesh of the sparse stage, whose rows are longer still."""
     base = sft.glm5("mixed")
@@ -344,10 +382,10 @@ def glm5() -> ReasoningConfig:
 
 def policy_only(step: StepConfig) -> StepConfig:
     """Returns the step of an earlier stage with only the policy trained."""
-    policy_step = policy_alone()
+    policy_step = policy_step_config()
     names = ("mtp_steps", "balance_weight", "bias_update_rate", "index_weight")
     return dataclasses.replace(step, **{name: getattr(policy_step, name) for name in names})
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -1,6 +1,12 @@
-"""Serves a model over OpenAI's API, with a chat page at http://127.0.0.1:8000.
+"""Serves a model over OpenAI's and Anthropic's APIs, with a chat page at http://127.0.0.1:8000.
 
-    python -m launch.run --experiment=experiments/serve.py:tiny --experiment.checkpoint=DIR
+    glm5 serve DIR
+
+    curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "hi"}]}'
+
+OpenAI's SDK takes base_url="http://127.0.0.1:8000/v1" (chats, responses and completions), Anthropic's takes
+base_url="http://127.0.0.1:8000"; the api_key is any text unless the server has a key. inference/server.py lists all
+endpoints.
 
 DIR is the workdir of a run (such as that of experiments/sft.py), one of its checkpoints/STEP, or a HuggingFace folder
 (also one of experiments/quantise.py). Nothing is written, so there is no --workdir. Ctrl-C or SIGTERM stops the server
@@ -15,13 +21,21 @@ trainer may also push to the server directly. Each token of `/generate` reports 
 it. policy decides about running requests: finish (the default) lets them end first, keep continues from the old
 weights' KV cache, recompute starts them again.
 
-:tiny    for two CPU cores: 8 concurrent chats
+:tiny    for two CPU cores: 8 concurrent chats; each program is compiled when a request needs it
 :small   for one accelerator: 64 concurrent chats, drafts by the MTP layer
+:flash   for one accelerator with 80 GB: GLM-4.7-Flash with 32 concurrent chats of up to 32K tokens, drafts by the MTP layer
 :glm5    for the chips of one process: expert parallelism over them, data-parallel attention over chats, 4 drafts
 
-With --experiment.engine.index_cache=int8 and --experiment.engine.latent_cache=fp8 the cache holds 1.8 times as many
-tokens. `python -m launch.compile --experiment=experiments/serve.py:glm5 ...` computes the memory that a chip needs.
-Other machines can connect with --experiment.server.host=0.0.0.0 and --experiment.server.api_key_file=FILE, which holds
+:small, :flash and :glm5 listen at once and then compile all programs (--warm). Meanwhile requests wait, and /health
+says "compiling 11 of 38" with status 503. Programs of log-probs and of grammars (response_format, tool_choice) are
+compiled when a request needs them.
+
+--adapter=FOLDER merges a LoRA adapter in PEFT's form, such as the folder `adapter` in the workdir of a run
+that trained one (the workdir itself is served with its adapter, too).
+
+With --engine.index_cache=int8 and --engine.latent_cache=fp8 the cache holds 1.8 times as many
+tokens. `glm5 compile serve:glm5 ...` computes the memory that a chip needs.
+Other machines can connect with --server.host=0.0.0.0 and --server.api_key_file=FILE, which holds
 the key that clients send. If the engine fails, the process ends with code 1, and all launchers restart a role with it.
 """
 
@@ -31,6 +45,7 @@ import dataclasses
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.runtime.http_server import check_port
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import MeshConfig, choose
@@ -42,11 +57,13 @@ class ServeConfig:
 
     Attributes:
       checkpoint: workdir, one of its checkpoints/STEP or a HuggingFace folder; None: not set, so the server cannot start.
-      warm: whether to compile all programs before the first request.
+      adapter: folder of a PEFT adapter of this model, which is merged into its weights; None: none.
+      warm: whether to compile all programs before the first request, while the server already listens.
       mesh, engine, server: options of the mesh, the engine and the HTTP server.
     """
 
     checkpoint: str | None = None
+    adapter: str | None = None
     warm: bool = True
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()
@@ -55,13 +72,13 @@ class ServeConfig:
 
 def get_config(variant: str = "tiny") -> ServeConfig:
     """Returns the configuration of a variant. Raises ValueError, which lists the variants, for an unknown one."""
-    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
+    return choose(variant, {"tiny": tiny, "small": small, "flash": flash, "glm5": glm5})
 
 
 def tiny() -> ServeConfig:
     """Serves on two CPU cores."""
     engine = EngineConfig(page_size=16, max_num_seqs=8, prefill_chunk=256)
-    return ServeConfig(engine=engine, server=ServerConfig(model="glm-5-tiny"))
+    return ServeConfig(engine=engine, server=ServerConfig(model="glm-5-tiny"), warm=False)
 
 
 def small() -> ServeConfig:
@@ -69,6 +86,19 @@ def small() -> ServeConfig:
     return ServeConfig(
         engine=EngineConfig(
             max_num_seqs=64, max_length=32_768, prefill_chunk=2048, num_speculative_tokens=2
+        )
+    )
+
+
+def flash() -> ServeConfig:
+    """Serves GLM-4.7-Flash on one accelerator with 80 GB: weights of 60 GB, and pages of 131,072 tokens in 7 GB."""
+    return ServeConfig(
+        engine=EngineConfig(
+            num_pages=2048,
+            max_num_seqs=32,
+            max_length=32_768,
+            prefill_chunk=2048,
+            num_speculative_tokens=1,
         )
     )
 
@@ -93,10 +123,7 @@ def glm5() -> ServeConfig:
 
 def make_server(config: ServeConfig):
     """Builds the server of a configuration. Raises ValueError if the configuration or checkpoint is invalid."""
-    from glm5_jax.checkpoint import models
-    from glm5_jax.checkpoint.manifest import read_version
-    from glm5_jax.inference.engine import Engine
-    from glm5_jax.inference.server import Server
+    from glm5_jax.inference.checkpoint_server import make_checkpoint_server
 
     if config.checkpoint is None:
         raise ValueError(
@@ -104,18 +131,23 @@ def make_server(config: ServeConfig):
             "HF folder"
         )
     mesh = make_mesh(dataclasses.asdict(config.mesh))
-    mesh = mesh if mesh.size > 1 else None
-    tokenizer = models.load_tokenizer(config.checkpoint)
-    model = models.load_model(config.checkpoint, mesh)
-    version = read_version(config.checkpoint)
-    engine = Engine(model, tokenizer, version=version, **dataclasses.asdict(config.engine))
-    if config.warm:
-        engine.warm(show=True)
-    return Server(engine, tokenizer, config.server, models.make_weight_loader(model))
+    return make_checkpoint_server(
+        config.checkpoint,
+        mesh,
+        config.engine,
+        config.server,
+        warm=config.warm,
+        adapter=config.adapter,
+    )
 
 
 def run(config: ServeConfig) -> int:
     """Serves until a signal arrives or the engine fails. Returns the exit code."""
+    try:
+        # Before the weights are loaded, which may take minutes.
+        check_port(config.server)
+    except OSError as error:
+        return _fail_to_listen(config, error)
     try:
         with PreemptionGuard(ends=True):
             server = make_server(config)
@@ -129,14 +161,18 @@ def serve_until_ended(server, config: ServeConfig) -> int:
     try:
         asyncio.run(server.serve(lambda port: _print_address(config, port)))
     except OSError as error:
-        where = f"{config.server.host}:{config.server.port}"
-        return _fail(
-            f"cannot listen at {where} ({error.strerror}); choose another --experiment.server.port"
-        )
+        return _fail_to_listen(config, error)
     if (failure := server.worker.failure) is not None:
         # Not 2, a user error, which launchers do not restart. Not `placement.EXIT_RESTART`, which has no restart limit.
         return _fail(f"the engine has failed: {type(failure).__name__} {failure}", 1)
     return 0
+
+
+def _fail_to_listen(config: ServeConfig, error: OSError) -> int:
+    where = f"{config.server.host}:{config.server.port}"
+    return _fail(
+        f"cannot listen at {where} ({error.strerror}); choose another --experiment.server.port"
+    )
 
 
 def _fail(error, code: int = 2) -> int:
@@ -146,8 +182,9 @@ def _fail(error, code: int = 2) -> int:
 
 def _print_address(config: ServeConfig, port: int) -> None:
     host = config.server.host
-    print(f"{config.server.model} answers at http://{host}:{port} (Ctrl-C ends it)", flush=True)
+    verb = "will answer" if config.warm else "answers"
+    print(f"{config.server.model} {verb} at http://{host}:{port} (Ctrl-C ends it)", flush=True)
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -1,14 +1,14 @@
 """Measures how often a policy solves the tasks of Reasoning RL, to select tasks of useful difficulty (GLM-5 3.2).
 
-    python -m launch.run --experiment=experiments/task_pass_rates.py:tiny --experiment.checkpoint=WORKDIR --workdir=DIR
+    glm5 run task_pass_rates:tiny --checkpoint=WORKDIR --workdir=DIR
 
-Attempts every task of rl_reasoning.py:tiny as that experiment would, --experiment.rollout.group times, and appends the
+Attempts every task of rl_reasoning.py:tiny as that experiment would, --rollout.group times, and appends the
 number of passes to DIR/verdicts.jsonl, one line a task. The same command resumes a run that was stopped or killed. Run
 it for the policy that is to train and for a stronger one, which may be another model. rl_reasoning.py reads both files,
 
-    --experiment.verdicts=DIR/verdicts.jsonl --experiment.stronger_verdicts=OTHER/verdicts.jsonl
+    --verdicts=DIR/verdicts.jsonl --stronger_verdicts=OTHER/verdicts.jsonl
 
-with the same variant and --experiment.tasks.
+with the same variant and --tasks.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import pathlib
 from collections.abc import Iterable
 
 from experiments import rl_reasoning
-from experiments.rl_reasoning import ReasoningConfig, Verifiers, make_world
+from experiments.rl_reasoning import ReasoningConfig, Verifiers, make_task_suite
 from glm5_jax.checkpoint import models
 from glm5_jax.envs.reasoning.difficulty import read_verdicts
 from glm5_jax.inference.engine import Engine
@@ -70,9 +70,9 @@ def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
     # Attempt and judge the other tasks, batch by batch.
     kinds = {share.name: share.tasks_of() for share in config.tasks}
     tasks = list(itertools.chain(*kinds.values()))
-    world = make_world(config, kinds, Verifiers(config.verifier, False))
+    suite = make_task_suite(config, kinds, Verifiers(config.verifier, False))
     try:
-        rollouts = _rollouts(config, world.tools, tasks)
+        rollouts = _rollouts(config, suite.tools, tasks)
         write_config(workdir, config)
         with ProgressBar(len(tasks), len(known), "task") as bar:
             for first in range(0, len(tasks), config.rollout.prompts):
@@ -80,7 +80,7 @@ def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
                 if not (left := [task for task in part if task.id not in known]):
                     continue
                 groups = rollouts.sample(left, config.seed, first=first)
-                run_sync(judge(groups, world, config.judged_at_once))
+                run_sync(judge(groups, suite, config.reward_concurrency))
                 if not (rows := _rows(groups)):
                     raise ValueError(f"no attempt could be judged: {groups[0].rewards[0].error}")
                 append_lines(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -88,21 +88,22 @@ def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
                 rate = sum(row["passes"] for row in rows) / sum(row["tries"] for row in rows)
                 bar.update(len(known), f"passes {rate:.2f}")
     finally:
-        world.close()
+        suite.close()
     _show(file, kinds, len(tasks) - len(known))
 
 
 def _rollouts(config: ReasoningConfig, tools, tasks) -> Rollouts:
     """Returns the checkpoint's rollouts at the temperature of training. Raises ValueError for unsuitable tasks."""
+    assert config.checkpoint is not None, "a run has checked it"
     tokenizer = models.load_tokenizer(config.checkpoint)
     tokenizer = tokenizer.with_chat_template(template(config.chat_variant))
-    options = dataclasses.asdict(config.engine)
-    options["max_length"] = options["max_length"] or config.length
+    max_length = config.engine.max_length or config.length
+    engine_config = dataclasses.replace(config.engine, max_length=max_length)
     for task in tasks:
-        check_task(task, tokenizer, config.rollout, options["max_length"], tools)
+        check_task(task, tokenizer, config.rollout, max_length, tools)
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     model = models.load_model(config.checkpoint, mesh if mesh.size > 1 else None)
-    engine = Engine(model, tokenizer, version=0, **options)
+    engine = Engine(model, tokenizer, engine_config, version=0)
     return Rollouts(engine, tokenizer, config.rollout, config.policy.temperature, tools)
 
 
@@ -133,4 +134,4 @@ def _show(file: pathlib.Path, kinds, left: int) -> None:
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

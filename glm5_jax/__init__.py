@@ -4,6 +4,7 @@ Names load when they are first used, so that flags for jax can still be set afte
 """
 
 import importlib
+from typing import Any
 
 _HOME = {
     "ModelConfig": "glm5_jax.config",
@@ -16,12 +17,13 @@ _HOME = {
     "render_chat": "glm5_jax.text.chat",
     "parse_reply": "glm5_jax.text.tool_calls",
     "Engine": "glm5_jax.inference.engine",
+    "EngineConfig": "glm5_jax.inference.request",
     "train": "glm5_jax.training.pretraining",
 }
 __all__ = list(_HOME)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'glm5_jax' has no attribute {name!r}")
     home = importlib.import_module(_HOME[name])

@@ -1,25 +1,38 @@
-"""`ModelConfig`: every number that defines a GLM-5 model, typed, frozen and validated.
+"""Defines `ModelConfig`, the typed, frozen and validated numbers of a GLM-5 model.
 
-Field names and meanings are those of HuggingFace's `config.json` where it has them; the defaults are
-the released GLM-5 (paper Table 10, and the published config). Fields that HuggingFace lacks stand at
-the end with their source.
+Field names and meanings are those of HuggingFace's `config.json` where it has them. The defaults are the released GLM-5
+(paper Table 10 and the published config). Fields that HuggingFace lacks come last, with their source.
 """
 
 import dataclasses
 import math
+import re
 
-# Of a layer: softmax over all keys, softmax over the last ones, Gated DeltaNet, SimpleGDN.
+# Kinds of attention: softmax over all keys, softmax over the last ones, Gated DeltaNet, SimpleGDN.
 LAYER_KINDS = ("full", "window", "gdn", "simple_gdn")
-# Tables of tensors have a row for each layer and expert, so a config of absurd sizes would take all time and memory.
+# Maximum sizes. Tables of tensors have a row per layer and expert, so absurd sizes would use up time and memory.
 MAX_SIZES = {"num_hidden_layers": 1000, "n_routed_experts": 8192}
-_MAX_SIZE = 2**31 - 1  # of a dimension of an array
-_MAX_EXPERTS = 2**17  # of all layers; GLM-5 has 19,968
-RECURRENT_KINDS = ("gdn", "simple_gdn")  # those that keep a state instead of keys
+_MAX_SIZE = 2**31 - 1  # array dimensions are 32-bit
+_MAX_EXPERTS = 2**17  # over all layers; GLM-5 has 19,968
+RECURRENT_KINDS = ("gdn", "simple_gdn")  # kinds with a state instead of a key cache
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeParameters:
-    """Rotary embedding as in HF `rope_parameters`; YaRN fields count only if rope_type is "yarn"."""
+    """Rotary embedding as in HF `rope_parameters`; YaRN fields count only if rope_type is "yarn".
+
+    Attributes:
+      rope_theta: base of the wavelengths.
+      rope_type: "default", or "yarn" to extend the context.
+      factor: YaRN's ratio of the extended to the original context.
+      original_max_position_embeddings: context before the extension, in tokens; None: there is none.
+      beta_fast: rotations in the original context above which YaRN keeps a wavelength.
+      beta_slow: rotations in the original context below which YaRN divides a frequency by the factor.
+      mscale: coefficient of YaRN's attention scale; None: not set.
+      mscale_all_dim: coefficient that divides that scale; None: not set.
+      attention_factor: YaRN's attention scale itself; None: computed from the others.
+      truncate: whether YaRN rounds the bounds of its ramp to whole dimensions.
+    """
 
     rope_theta: float = 1_000_000.0
     rope_type: str = "default"
@@ -43,9 +56,91 @@ class RopeParameters:
             raise ValueError(f"rope_parameters.rope_theta is {self.rope_theta}; it must exceed 1")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of a model's matrices (`model.lora`).
+
+    Attributes:
+      rank: rank of every adapter; 0: the model has no adapters.
+      alpha: numerator of the adapters' scale, alpha / rank.
+      targets: regular expressions, searched in the paths of the decoder layers' matrices
+        ("moe_layers/attn/q_b"). The default leaves out routed experts and indexers.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("/(attn|mlp|shared)/",)
+
+    def __post_init__(self):
+        if not isinstance(self.rank, int) or self.rank < 0:
+            raise ValueError(f"rank is {self.rank!r}; it must be an integer >= 0 (0: no adapters)")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha is {self.alpha!r}; it must be positive")
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if not self.targets:
+            raise ValueError("targets is empty; name at least one pattern, such as '/attn/'")
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"targets holds {pattern!r}, which is not a regular expression: {error}"
+                ) from None
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of the product of an adapter's two matrices."""
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shapes and constants of one model. Construction refuses contradictory values (ValueError)."""
+    """Shapes and constants of one model. Raises ValueError for contradictory values.
+
+    Attributes:
+      vocab_size: entries of the vocabulary.
+      hidden_size: width of the residual stream.
+      num_hidden_layers: layers without the MTP layer.
+      first_k_dense_replace: first layers, which have a dense MLP; the others have experts.
+      num_attention_heads: heads of queries.
+      q_lora_rank, kv_lora_rank: sizes of the latents of queries, and of keys and values.
+      qk_nope_head_dim, qk_rope_head_dim: columns of a query or key head without and with position.
+      v_head_dim: columns of a value head.
+      intermediate_size, moe_intermediate_size: width of a dense MLP, and of an expert.
+      n_routed_experts, num_experts_per_tok, n_shared_experts: experts of a layer, those chosen for a token, and those
+        that every token passes.
+      n_group, topk_group: groups of experts, and how many of them a token may choose from.
+      norm_topk_prob: whether the chosen experts' weights are divided by their sum.
+      routed_scaling_factor: factor of the routed experts' sum.
+      index_topk: keys that the indexer selects for each query; None: no indexer (glm4_moe_lite).
+      index_n_heads, index_head_dim: heads of the indexer and their columns.
+      indexer_types: "full" for a layer with an indexer, "shared" for one that uses the selection of the last "full" one;
+        None: all "full".
+      num_nextn_predict_layers: stored MTP layers.
+      rms_norm_eps: epsilon of the norms.
+      rope_parameters: rotary embedding.
+      max_position_embeddings: maximum tokens of a sequence.
+      attention_bias: whether q_a, kv_a and o have a bias.
+      tie_word_embeddings: whether the head is the embedding.
+      initializer_range: standard deviation of new weights.
+      eos_token_id, pad_token_id, bos_token_id: ids that end a reply, pad and begin a text; pad and begin may be None.
+      dtype: dtype of the computation; parameters may be stored in a wider one.
+      model_type: HuggingFace's name of the architecture.
+      attention: "dense": the indexer does not run (pre-training, paper 2.1.1); "sparse": it selects keys. Not in HF.
+      latent_norm_eps: epsilon of both latent norms. Not in HF's config.json; the default is that of HF's class, engines
+        use 1e-5.
+      index_norm_eps: epsilon of the LayerNorm of index keys. Not in HF.
+      int4_group: rows that share a scale when routed experts compute as symmetric int4 (GLM-5 2.4.3, in SFT); None: they
+        compute as stored. The paper says neither which weights nor which groups; community W4A8 checkpoints use 128.
+      hf_extra: other fields of config.json (name, JSON), which are written back.
+      projections: "mla", or "gqa" for grouped queries with heads of the same h + r and u columns (paper 2.1, table 1).
+      num_key_value_heads: heads of keys and values of "gqa" (table 1).
+      layer_attention: kind of each layer, one of LAYER_KINDS (paper 2.1, table 4); None: all "full".
+      sliding_window: keys that a query of a "window" layer sees (GLM-5 2.1.2).
+      linear_conv_kernel_dim: taps of the convolution of "gdn" layers (Gated DeltaNet).
+      simple_gdn_beta: write strength of "simple_gdn" layers; not disclosed. At 1 a new value replaces the recalled one.
+      lora: low-rank adapters. With a rank above 0 all other weights are frozen.
+    """
 
     vocab_size: int = 154880
     hidden_size: int = 6144
@@ -66,11 +161,11 @@ class ModelConfig:
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
-    index_topk: int | None = 2048  # None: no indexer at all (glm4_moe_lite)
+    index_topk: int | None = 2048
     index_n_heads: int = 32
     index_head_dim: int = 128
-    indexer_types: tuple[str, ...] | None = None  # None: every layer "full"
-    num_nextn_predict_layers: int = 1  # stored MTP layers
+    indexer_types: tuple[str, ...] | None = None
+    num_nextn_predict_layers: int = 1
     rms_norm_eps: float = 1e-5
     rope_parameters: RopeParameters = RopeParameters()
     max_position_embeddings: int = 202752
@@ -80,25 +175,22 @@ class ModelConfig:
     eos_token_id: tuple[int, ...] = (154820, 154827, 154829)
     pad_token_id: int | None = 154820
     bos_token_id: int | None = None
-    dtype: str = "bfloat16"  # of the computation; parameters may be stored wider
+    dtype: str = "bfloat16"
     model_type: str = "glm_moe_dsa"
 
     # Not in HF's config.json.
-    attention: str = "sparse"  # "dense": the indexer does not run (pre-training, paper 2.1.1)
-    latent_norm_eps: float = 1e-6  # HF's class default for both latent norms; the engines use 1e-5
-    index_norm_eps: float = 1e-6  # LayerNorm of the index keys, the same everywhere
-    # The routed experts compute as symmetric int4 with a scale for so many rows (GLM-5 2.4.3, in SFT); None:
-    # as they are stored. Which weights and groups is undisclosed; community W4A8 checkpoints have 128.
+    attention: str = "sparse"
+    latent_norm_eps: float = 1e-6
+    index_norm_eps: float = 1e-6
     int4_group: int | None = None
-    hf_extra: tuple[tuple[str, str], ...] = ()  # harmless config.json fields (name, JSON), kept
-    # The paper's alternatives (GLM-5 2.1, tables 1 and 4), which have no form in HF's types.
-    projections: str = "mla"  # "gqa": grouped queries with heads of the same h + r and u columns
-    num_key_value_heads: int = 8  # of "gqa", table 1
-    # A kind of LAYER_KINDS for each layer; None: all full.
+    hf_extra: tuple[tuple[str, str], ...] = ()
+    projections: str = "mla"
+    num_key_value_heads: int = 8
     layer_attention: tuple[str, ...] | None = None
-    sliding_window: int = 4096  # keys that a query of a "window" layer sees, GLM-5 2.1.2
-    linear_conv_kernel_dim: int = 4  # taps of "gdn" layers, Gated DeltaNet
-    simple_gdn_beta: float = 1.0  # of "simple_gdn" layers; not printed, 1 replaces what is recalled
+    sliding_window: int = 4096
+    linear_conv_kernel_dim: int = 4
+    simple_gdn_beta: float = 1.0
+    lora: LoraConfig = LoraConfig()
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -109,8 +201,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
-            if value > (most := MAX_SIZES.get(name, _MAX_SIZE)):
-                raise ValueError(f"{name} is {value}; it can be at most {most}")
+            if value > (maximum := MAX_SIZES.get(name, _MAX_SIZE)):
+                raise ValueError(f"{name} is {value}; it can be at most {maximum}")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -183,6 +275,7 @@ class ModelConfig:
 
         self._check_int4()
         self._check_alternatives()
+        self._check_lora()
 
     def _check_int4(self):
         group, rows = self.int4_group, (self.hidden_size, self.moe_intermediate_size)
@@ -230,19 +323,33 @@ class ModelConfig:
                 "attention='dense', or leave it out"
             )
 
+    def _check_lora(self):
+        if not self.lora.rank:
+            return
+        if self.int4_group is not None:
+            raise ValueError(
+                f"lora.rank is {self.lora.rank} and int4_group {self.int4_group}: adapters are trained next "
+                "to weights that are not quantised; set int4_group=None, or lora.rank=0"
+            )
+        if self.projections != "mla" or self.layer_attention is not None:
+            raise ValueError(
+                f"lora.rank is {self.lora.rank}, and projections or layer_attention are those of an ablation; "
+                "adapters are for MLA in all layers: leave them at their defaults, or set lora.rank=0"
+            )
+
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of attention of every layer, one of LAYER_KINDS."""
+        """Returns the kind of attention of each layer, one of LAYER_KINDS."""
         return self.layer_attention or ("full",) * self.num_hidden_layers
 
     @property
     def gdn_layers(self) -> tuple[int, ...]:
-        """Layers with the gates and taps of Gated DeltaNet."""
+        """Returns the numbers of the Gated DeltaNet layers."""
         return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "gdn")
 
     @property
     def num_key_heads(self) -> int:
-        """Heads of keys and values: as many as queries have in MLA."""
+        """Returns the number of key and value heads; in MLA that of the queries."""
         return self.num_key_value_heads if self.projections == "gqa" else self.num_attention_heads
 
     @property
@@ -251,7 +358,7 @@ class ModelConfig:
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """Layers that own an indexer; the others reuse the nearest earlier one's top-k."""
+        """Returns the layers with an indexer; the others use the top-k of the nearest earlier one."""
         if self.index_topk is None:
             return ()
         if self.indexer_types is None:
@@ -260,7 +367,7 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """(h + r)^-0.5, times YaRN's squared mscale where rope_type asks for it."""
+        """Returns the scale of attention scores: (h + r)^-0.5, times YaRN's squared mscale with YaRN."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         rope = self.rope_parameters
         if rope.rope_type != "default" and rope.mscale_all_dim:
@@ -269,8 +376,10 @@ class ModelConfig:
 
     @property
     def arithmetic(self) -> dict[str, object]:
-        """{field: value} of what the same weights compute otherwise with, as no shape tells; those alone that count
-        in this model."""
+        """Returns the fields that change results without changing the shape of a weight, with their values.
+
+        Checkpoints of two models with equal shapes are compared by them. Fields without effect on this model are left out.
+        """
         names, kinds, rope = ["attention", "rms_norm_eps"], self.layer_kinds, self.rope_parameters
         if self.projections == "mla":
             names.append("latent_norm_eps")
@@ -288,7 +397,7 @@ class ModelConfig:
         return out | {f"rope_parameters.{name}": getattr(rope, name) for name in used}
 
     def check_length(self, length: int) -> None:
-        """ValueError if a sequence is longer than the model's positions."""
+        """Raises ValueError if a sequence is longer than max_position_embeddings."""
         if length > self.max_position_embeddings:
             raise ValueError(
                 f"sequence length {length} exceeds max_position_embeddings "
@@ -297,7 +406,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights without MTP and without router bias buffers: 743.91B for GLM-5."""
+        """Returns the number of weights without MTP and router biases: 743.91B for GLM-5."""
         layers = range(self.num_hidden_layers)
         total = sum(self._layer_parameters(i) for i in layers) + self.hidden_size
         tables = 1 if self.tie_word_embeddings else 2
@@ -305,7 +414,7 @@ class ModelConfig:
 
     @property
     def num_stored_parameters(self) -> int:
-        """Everything a checkpoint holds, MTP and bias buffers included: 753,864,139,008 for GLM-5."""
+        """Returns the number of stored weights, with MTP and router biases: 753,864,139,008 for GLM-5."""
         d, mtp = self.hidden_size, self.num_nextn_predict_layers
         biases = (self.num_moe_layers + mtp) * self.n_routed_experts
         block = self._attention_parameters(self.index_topk is not None) + self._moe_parameters(
@@ -315,7 +424,7 @@ class ModelConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Weights that one token's forward multiplies with, head included, embedding not."""
+        """Returns the number of weights that one token is multiplied with; the head counts, the embedding does not."""
         idle = self.n_routed_experts - self.num_experts_per_tok
         expert = 3 * self.hidden_size * self.moe_intermediate_size
         table = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size

@@ -1,4 +1,4 @@
-"""The models of the family by name. `PRESETS` is what the command line offers."""
+"""Defines the configs of the GLM-5 family by name; `PRESETS` lists the names of the command line."""
 
 import dataclasses
 
@@ -6,12 +6,12 @@ from glm5_jax.config import LAYER_KINDS, ModelConfig, RopeParameters
 
 
 def glm5() -> ModelConfig:
-    """GLM-5 and GLM-5.1: 743.91B parameters, 78 layers + 1 MTP (paper Table 10, released config)."""
+    """Returns GLM-5 and GLM-5.1: 743.91B parameters, 78 layers + 1 MTP (paper Table 10, released config)."""
     return ModelConfig()
 
 
 def glm5_2() -> ModelConfig:
-    """GLM-5.2: IndexShare, one indexer for four layers, and one million positions."""
+    """Returns GLM-5.2: IndexShare, one indexer for four layers, and one million positions."""
     full = ["full" if max(i - 2, 0) % 4 == 0 else "shared" for i in range(78)]
     return dataclasses.replace(
         ModelConfig(),
@@ -22,7 +22,7 @@ def glm5_2() -> ModelConfig:
 
 
 def glm4_7_flash() -> ModelConfig:
-    """GLM-4.7-Flash: the small MLA model on which the paper validates DSA; no indexer of its own."""
+    """Returns GLM-4.7-Flash, the small MLA model on which the paper validates DSA; without an indexer."""
     return dataclasses.replace(
         ModelConfig(),
         model_type="glm4_moe_lite",
@@ -42,7 +42,7 @@ def glm4_7_flash() -> ModelConfig:
 
 
 def small() -> ModelConfig:
-    """For one accelerator: GLM-5's proportions at 1.27B parameters, 0.27B of them active."""
+    """Returns a model for one accelerator: GLM-5's proportions at 1.27B parameters, 0.27B of them active."""
     return dataclasses.replace(
         ModelConfig(),
         vocab_size=32768,
@@ -68,7 +68,7 @@ def small() -> ModelConfig:
 
 
 def tiny() -> ModelConfig:
-    """For two CPU cores: pairwise different sizes, so that no two axes can be mixed up unnoticed.
+    """Returns a model for two CPU cores, with pairwise different sizes so that swapped axes cannot go unnoticed.
 
     n, e, f, d and v divide by 8 for meshes of 8 devices.
     """
@@ -100,11 +100,14 @@ def tiny() -> ModelConfig:
 
 
 def ablation(kind: str, base: ModelConfig | None = None) -> ModelConfig:
-    """A model (default: `tiny`) with an attention that the paper compares MLA with, and without an indexer.
+    """Returns a model (default: `tiny`) with one of the attentions that the paper compares, without an indexer.
 
-    mla: as it is, over all keys. gqa: grouped queries, 8 key and value heads (table 1) or half of fewer
-    heads. window, gdn, simple_gdn: every second layer of that kind (GLM-5 2.1.2), a window as long a share
-    of the positions as 4096 of 131072, the length up to which the paper compares.
+    Args:
+      kind: the attention.
+        - "mla": unchanged, over all keys.
+        - "gqa": grouped queries with 8 key and value heads (table 1), or half of the heads if there are fewer.
+        - "window", "gdn", "simple_gdn": every second layer of that kind (GLM-5 2.1.2). A window is 1/32 of the
+          positions, as 4096 is of the paper's 131072.
     """
     kinds = ("mla", "gqa", *LAYER_KINDS[1:])
     if kind not in kinds:
@@ -130,7 +133,7 @@ PRESETS = {f.__name__: f for f in (glm5, glm5_2, glm4_7_flash, small, tiny)}
 
 
 def get(name: str) -> ModelConfig:
-    """The preset of that name; ValueError with the list of names otherwise."""
+    """Returns the preset of a name. Raises ValueError with the list of names for another."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; use one of {', '.join(PRESETS)}")
     return PRESETS[name]()

@@ -1,9 +1,10 @@
 """Chats with a model in the terminal; thinking is dimmed, and control characters of models and servers are removed.
 
-    python -m launch.chat --checkpoint=DIR        # serves it (experiments/serve.py:tiny) and chats with it
-    python -m launch.chat --url=http://HOST:PORT  # chats with a server that runs
+    glm5 chat DIR                  # serves a checkpoint (experiments/serve.py:tiny) and chats with it
+    glm5 chat http://HOST:PORT     # chats with a server that runs
+    glm5 chat                      # the same at http://127.0.0.1:8000
 
-DIR is a run's workdir, one of its checkpoints/STEP, or a HuggingFace folder. In the chat, /new starts a new chat, /think
+The long form is `python -m launch.chat --checkpoint=DIR` or `--url=http://HOST:PORT`. DIR is a run's workdir, one of its checkpoints/STEP, or a HuggingFace folder. In the chat, /new starts a new chat, /think
 turns thinking off and on, /quit or Ctrl-D ends the program, and Ctrl-C ends a reply. A user's error is one line and exit
 code 2.
 """
@@ -21,6 +22,7 @@ from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.runtime.http_server import read_key
 from glm5_jax.runtime.terminal import clean_logging, make_printable, print_error
 
+SERVER = "http://127.0.0.1:8000"  # where experiments/serve.py listens
 HELP = "/new starts a new chat, /think turns thinking off and on, /quit ends"
 
 
@@ -32,10 +34,8 @@ def main(argv: list[str], read: Callable[[str], str] = input) -> int:
     clean_logging()
     values = define()
     try:
-        rest = values(argv)
-        if len(rest) > 1:
-            raise ValueError(f"unexpected argument {rest[1]!r}; every flag is --NAME=VALUE")
-        if (values.url is None) == (values.checkpoint is None):
+        values(expand(argv))
+        if values.url is not None and values.checkpoint is not None:
             raise ValueError("give either --checkpoint=DIR or --url=http://HOST:PORT")
         with _server(values) as url:
             file = values.api_key_file
@@ -52,25 +52,35 @@ def main(argv: list[str], read: Callable[[str], str] = input) -> int:
     return 0
 
 
+def expand(argv: list[str]) -> list[str]:
+    """Returns the arguments with a first word without dashes as --url or --checkpoint. Raises ValueError for another one."""
+    program, *words = argv
+    if words and not words[0].startswith("-"):
+        is_url = words[0].startswith(("http://", "https://"))
+        words[0] = f"--{'url' if is_url else 'checkpoint'}={words[0]}"
+    if extra := [word for word in words if not word.startswith("-")]:
+        raise ValueError(f"unexpected argument {extra[0]!r}; every flag is --NAME=VALUE")
+    return [program, *words]
+
+
 def define() -> flags.FlagValues:
     """Returns the program's flags."""
     values = flags.FlagValues()
-    options = dict(flag_values=values)
-    flags.DEFINE_string("checkpoint", None, "checkpoint to serve and chat with", **options)
-    flags.DEFINE_string("url", None, "URL of a running server", **options)
-    flags.DEFINE_string("api_key_file", None, "file with the server's API key", **options)
-    flags.DEFINE_string("system", None, "system message", **options)
-    flags.DEFINE_bool("think", True, "whether replies begin with thinking", **options)
-    flags.DEFINE_bool("keep", False, "whether thinking stays in the context", **options)
-    flags.DEFINE_float("temperature", 1.0, "0: always the likeliest token", **options)
-    flags.DEFINE_integer("max_tokens", None, "maximum tokens of a reply", **options)
+    flags.DEFINE_string("checkpoint", None, "checkpoint to serve and chat with", flag_values=values)
+    flags.DEFINE_string("url", None, "URL of a running server", flag_values=values)
+    flags.DEFINE_string("api_key_file", None, "file with the server's API key", flag_values=values)
+    flags.DEFINE_string("system", None, "system message", flag_values=values)
+    flags.DEFINE_bool("think", True, "whether replies begin with thinking", flag_values=values)
+    flags.DEFINE_bool("keep", False, "whether thinking stays in the context", flag_values=values)
+    flags.DEFINE_float("temperature", 1.0, "0: always the likeliest token", flag_values=values)
+    flags.DEFINE_integer("max_tokens", None, "maximum tokens of a reply", flag_values=values)
     return values
 
 
 @contextlib.contextmanager
 def _server(values) -> Iterator[str]:
-    if values.url is not None:
-        yield values.url
+    if values.checkpoint is None:
+        yield values.url or SERVER
         return
     from experiments import serve
 

@@ -63,7 +63,7 @@ from launch import pods
 from launch.aot.program_report import SHAPES, describe, report_of
 from launch.aot.programs import Program, lower_step
 from launch.aot.serving_programs import lower_decode, lower_prefill
-from launch.run import check_fields, parse, spec_of
+from launch.command_line import check_fields, expand, parse, spec_of
 
 NOT_FITTING = 3  # exit code
 MODEL = "--model"
@@ -148,7 +148,11 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         # Flags of this program.
-        rest = values(argv, known_only=True)
+        if MODEL in argv:
+            raise ValueError(f"{MODEL} is followed by a blank; write {MODEL}=NAME")
+        model_flags = [arg for arg in argv if arg.startswith((f"{MODEL}=", f"{MODEL}."))]
+        experiment_argv = expand([arg for arg in argv if arg not in model_flags], values)
+        rest = values(experiment_argv, known_only=True)
         if values.hash and values.hlo:
             raise ValueError(
                 "--hash compiles nothing that --hlo could write; leave out one of them"
@@ -161,13 +165,11 @@ def main(argv: list[str]) -> int:
             raise ValueError(
                 f"--hlo={values.hlo} needs compiled programs; give a --topology, of a pod or cpu"
             )
-        if MODEL in rest:
-            raise ValueError(f"{MODEL} is followed by a blank; write {MODEL}=NAME")
         # The experiment, and the model if it serves.
-        model_flags = [arg for arg in rest if arg.startswith((f"{MODEL}=", f"{MODEL}."))]
-        config = parse([arg for arg in rest if arg not in model_flags]).config
-        name, model = getattr(config, "name", None), None
+        config = parse(rest, values).config
+        model = None
         if isinstance(config, StageConfig):
+            name = config.name
             if model_flags or values.quantised:
                 flag = model_flags[0] if model_flags else "--quantised"
                 raise ValueError(

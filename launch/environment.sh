@@ -1,8 +1,9 @@
 # Creates the virtual environment of the scripts in this folder, which source this file.
 #
 #   set_up GROUP [PYTHON]     installs the locks of GROUP (run, or test, which includes run) into .venv; with
-#                             a PYTHON into .venv-py312 or the like; GROUP bench into .venv-bench. Sets VENV
-#                             and PYTHON. Does nothing if all is installed.
+#                             a PYTHON into .venv-py312 or the like; GROUP bench into .venv-bench, docs into
+#                             .venv-docs. Sets VENV and PYTHON. Does nothing if all is installed.
+#                             .venv/bin/glm5 is the command of the project (launch/glm5.py).
 #   add_packages              installs the Debian packages of the tests, bubblewrap (for sandboxes) and git, if
 #                             the user is root and there is apt-get. Otherwise it prints what to install.
 #   add_compilers             installs the offline TPU and GPU compilers of the aot tests into a folder that only
@@ -63,20 +64,34 @@ locks_of() {
 set_up() {
   local group=$1 wanted=${2:-} base=
   VENV=$ROOT/.venv
-  if [[ $group == bench ]]; then VENV=$ROOT/.venv-bench; fi
+  if [[ $group == bench || $group == docs ]]; then VENV=$ROOT/.venv-$group; fi
   if [[ $wanted ]]; then
     base=$(find_python "$wanted")
     VENV=$ROOT/.venv-$("$base" -c 'import sys; print("py%d%d" % sys.version_info[:2])')
   fi
   PYTHON=$VENV/bin/python
-  if is_installed "$group"; then return; fi
+  if ! is_installed "$group"; then install_once "$group" "$base"; fi
+  if [[ $group == run || $group == test ]]; then add_command; fi
+}
+
+# Of two concurrent scripts the second waits for the first.
+install_once() {
+  local group=$1 base=$2
   mkdir -p "$VENV"
   (
-    flock 9 # of two concurrent scripts the second waits for the first
+    flock 9
     if is_installed "$group"; then exit; fi
     [[ $base ]] || base=$(find_python python3 python3.{11..14})
     install "$group" "$base"
   ) 9>"$VENV/.lock"
+}
+
+# Writes the command glm5 into the environment; -P keeps the folder in which it is called off the import path.
+add_command() {
+  local file=$VENV/bin/glm5
+  if [[ -x $file ]]; then return; fi
+  printf '#!/bin/sh\nexec "%s" -P -m launch.glm5 "$@"\n' "$PYTHON" >"$file"
+  chmod +x "$file"
 }
 
 # The environment has a copy of each installed lock, by which an edited lock is noticed.

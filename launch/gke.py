@@ -94,14 +94,17 @@ _YAML_KEYWORDS = {
 def define() -> flags.FlagValues:
     """Returns the program's flags, in addition to the experiment's."""
     values = run_plan.define()
-    options = dict(flag_values=values)
-    flags.DEFINE_string("image", None, "image of all containers", **options)
-    flags.DEFINE_string("claim", None, "claim of the volume mounted at --workdir", **options)
+    flags.DEFINE_string("image", None, "image of all containers", flag_values=values)
     flags.DEFINE_string(
-        "accelerator", None, "GKE's name: tpu-v5p-slice, nvidia-h200-141gb", **options
+        "claim", None, "claim of the volume mounted at --workdir", flag_values=values
     )
-    flags.DEFINE_string("xla_flags", "", "options for all roles with accelerators", **options)
-    flags.DEFINE_integer("restarts", 10, "maximum restarts of the full set", 0, **options)
+    flags.DEFINE_string(
+        "accelerator", None, "GKE's name: tpu-v5p-slice, nvidia-h200-141gb", flag_values=values
+    )
+    flags.DEFINE_string(
+        "xla_flags", "", "options for all roles with accelerators", flag_values=values
+    )
+    flags.DEFINE_integer("restarts", 10, "maximum restarts of the full set", 0, flag_values=values)
     return values
 
 
@@ -164,7 +167,7 @@ def _check(plan: run_plan.RunPlan, values: flags.FlagValues) -> None:
             raise ValueError(f"a pod would be called {longest}; host names have up to 63 letters")
         if role.devices and not values.accelerator:
             raise ValueError(f"role {role.name} has devices; give --accelerator=NAME")
-        if not role.devices or not _is_tpu(values):
+        if not role.devices or chip is None or not _is_tpu(values):
             if role.slices > 1:
                 raise ValueError(
                     f"role {role.name} has {role.slices} slices, which only TPUs have; give it only hosts"
@@ -367,10 +370,7 @@ def as_yaml(value: Any, indent: str = "") -> str:
 
 
 def _scalar(value: str | int | bool) -> str:
-    plain = (
-        isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _YAML_KEYWORDS
-    )
-    if plain:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _YAML_KEYWORDS:
         return value
     # JSON writes characters beyond 16 bits as two halves, which YAML does not join.
     return re.sub(r"\\ud[89ab]..\\ud[c-f]..", _as_one_escape, json.dumps(value))

@@ -198,7 +198,7 @@ class LocalSlot:
         return self._program.pid
 
     def exit_code(self) -> int | None:
-        return self._program.exit_code()
+        return None if self._program is None else self._program.exit_code()
 
     def port(self) -> int | None:
         return read_port_file(self.ready)
@@ -213,7 +213,8 @@ class LocalSlot:
         return "\n".join(text.splitlines()[-lines:])
 
     def terminate(self) -> None:
-        self._program.terminate()
+        if self._program is not None:
+            self._program.terminate()
 
     def kill(self) -> None:
         if self._program is not None:

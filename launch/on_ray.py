@@ -34,10 +34,11 @@ class _Actor:
     def __init__(
         self, stem: str, host: str | None, env: Mapping[str, str], cwd: str, has_devices: bool
     ):
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
 
         if has_devices:
-            env = env | xla_flags.flag_environment(this_machine().chip, {**os.environ, **env})
+            flags_set = {**os.environ, **env}
+            env = {**env, **xla_flags.flag_environment(this_machine().chip, flags_set)}
         self._slot = LocalSlot(stem, host or ray.util.get_node_ip_address(), env, cwd=cwd)
 
     def slot_attributes(self) -> dict[str, str]:
@@ -58,7 +59,7 @@ class RayPlacement:
 
     def __init__(self, address: str | None = None, *, claim_timeout_s: float = 300.0):
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError:
             raise ValueError(
                 "Ray is not installed; pip install '.[ray]' in this repository"

@@ -80,7 +80,7 @@ class Pod:
         removed = REMOVED if JAX_VERSION >= (0, 11) else ()
         options = {name: value for name, value in FLAGS[self.chip].items() if name not in removed}
         if self.platform == "tpu":
-            return options
+            return {**options}
         return {
             name: {"true": True, "false": False}.get(value, value)
             for name, value in options.items()

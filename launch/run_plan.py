@@ -25,7 +25,7 @@ from glm5_jax.runtime.preemption import PreemptionGuard, signal_handlers
 from glm5_jax.runtime.supervisor import RoleError, RoleEvent, RoleSupervisor
 from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import MeshConfig, StageConfig
-from launch import run
+from launch import command_line
 from pallas_kernels.chips import CHIPS
 
 
@@ -49,7 +49,7 @@ def define() -> flags.FlagValues:
     """Returns the flags that all launchers have, in addition to the experiment's and --workdir."""
     values = flags.FlagValues()
     flags.DEFINE_integer("hosts", 1, "number of training processes", 1, flag_values=values)
-    flags.DEFINE_integer("devices", None, "accelerators of each process", 0, flag_values=values)
+    flags.DEFINE_integer("devices", None, "accelerators of each process", 1, flag_values=values)
     flags.DEFINE_string("tpu_topology", "", "topology of each TPU slice", flag_values=values)
     flags.DEFINE_integer("slices", 1, "number of TPU slices of the hosts", 1, flag_values=values)
     return values
@@ -66,8 +66,8 @@ def read(
     devices: accelerators of all hosts together, if --devices is not given.
     chip: kind of the accelerators; None: not known.
     """
-    rest = values(argv, known_only=True)
-    command = run.parse(rest)
+    rest = values(command_line.expand(argv, values), known_only=True)
+    command = command_line.parse(rest, values)
     if command.distributed:
         raise ValueError("--distributed is set for each process here; leave it out")
     command_flags = tuple(rest[1:])
@@ -92,7 +92,7 @@ def read(
         num_devices = devices // values.hosts if num_devices is None else num_devices
         _check_mesh(command.config, values.hosts, num_devices, chip)
         roles = (_training_role(command_flags, values, num_devices),)
-    variant = run.spec_of(argv).partition(":")[2]
+    variant = command_line.spec_of(rest).partition(":")[2]
     name = re.sub("[^a-z0-9]+", "-", f"{command.module.__name__}-{variant}".lower())
     check = getattr(command.module, "check", lambda config: None)
     return RunPlan(name.strip("-"), roles, command.workdir, lambda: check(command.config))
@@ -125,7 +125,7 @@ def _training_role(command: Sequence[str], values: flags.FlagValues, devices: in
     return Role(name="train", argv=argv, devices=devices, main=True, grace_s=300, **shape)
 
 
-def run_cli(argv: list[str], doc: str, command: Callable[[], int]) -> int:
+def run_cli(argv: list[str], doc: str | None, command: Callable[[], int]) -> int:
     """Returns the exit code of `command`, or prints a user's error in one line and returns 2."""
     if {"-h", "--help"} & set(argv[1:]):
         print(doc)
@@ -139,7 +139,7 @@ def run_cli(argv: list[str], doc: str, command: Callable[[], int]) -> int:
 
 def start(
     argv: list[str],
-    doc: str,
+    doc: str | None,
     placement: Callable[[flags.FlagValues], contextlib.AbstractContextManager[Placement]],
     devices: int | None = None,
     define: Callable[[], flags.FlagValues] = define,

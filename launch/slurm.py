@@ -146,14 +146,21 @@ class _Component:
 def define() -> flags.FlagValues:
     """Returns the program's flags, in addition to the experiment's."""
     values = run_plan.define()
-    options = dict(flag_values=values)
-    flags.DEFINE_integer("devices_per_node", 8, "accelerators of a node", 1, **options)
-    flags.DEFINE_enum("chip", None, list(xla_flags.FLAGS), "kind of accelerators", **options)
-    flags.DEFINE_integer("cpu_nodes", 1, "nodes for roles without accelerators", 1, **options)
-    flags.DEFINE_string("partition", None, "partition with accelerators", **options)
-    flags.DEFINE_string("cpu_partition", None, "partition without; default: --partition", **options)
-    flags.DEFINE_string("account", None, "account that is charged", **options)
-    flags.DEFINE_string("time", None, "time limit of the job, such as 2-00:00:00", **options)
+    flags.DEFINE_integer("devices_per_node", 8, "accelerators of a node", 1, flag_values=values)
+    flags.DEFINE_enum(
+        "chip", None, list(xla_flags.FLAGS), "kind of accelerators", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "cpu_nodes", 1, "nodes for roles without accelerators", 1, flag_values=values
+    )
+    flags.DEFINE_string("partition", None, "partition with accelerators", flag_values=values)
+    flags.DEFINE_string(
+        "cpu_partition", None, "partition without; default: --partition", flag_values=values
+    )
+    flags.DEFINE_string("account", None, "account that is charged", flag_values=values)
+    flags.DEFINE_string(
+        "time", None, "time limit of the job, such as 2-00:00:00", flag_values=values
+    )
     return values
 
 

@@ -15,6 +15,7 @@
     gated_delta              linear attention with a gate and the delta rule, in chunks or step by step
     scatter_rows             in-place write of new rows into a cache
 
-Every package holds `ref.py` (XLA: runs anywhere and defines the result) and, where they exist, `tpu.py`
-(Mosaic) and `gpu.py` (Mosaic GPU, Hopper). `backends.select_backend` picks one of them.
+Every package holds `ref.py`, which defines the result in a few lines, and, where they exist, `xla.py` (the fast form
+without Pallas, on any platform), `tpu.py` (Mosaic) and `gpu.py` (Mosaic GPU, Hopper). `backends.select_backend` picks
+one of them.
 """

@@ -1,5 +1,9 @@
 """Selection of the implementation of a kernel: the one that is named, or the best one for the chip.
 
+- `ref` is the meaning of the kernel in a few lines, for small sizes.
+- `xla` is the fast form without Pallas, on any platform. A package without `xla.py` has one form for both.
+- `tpu` and `gpu` are Pallas forms, where they exist.
+
 The chip is known when tracing. It is that of the mesh whose manual region is traced, which need not exist on this
 machine (ahead-of-time compilation). Without a mesh it is jax's default backend.
 """
@@ -13,7 +17,8 @@ from collections.abc import Callable
 
 import jax
 
-NAMES = ("ref", "tpu", "gpu")
+NAMES = ("ref", "xla", "tpu", "gpu")
+PALLAS = ("tpu", "gpu")
 BACKEND_OF_PLATFORM = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 # Pallas forms that "auto" leaves out, by kernel and name, with the reason. Naming a form still selects it.
@@ -59,7 +64,7 @@ class Backend:
     def function(self, name: str) -> Callable:
         """Returns a function of the implementation's module; a Pallas form gets `interpret` bound."""
         function = getattr(_module(self.kernel, self.name), name)
-        if self.name == "ref":
+        if self.name not in PALLAS:
             return function
         return functools.partial(function, interpret=self.interpret)
 
@@ -68,7 +73,7 @@ def select_backend(kernel: str, implementation: str | Implementation, *args) -> 
     """Returns the requested implementation of a kernel package; "auto": the best one that takes the arguments.
 
     args go to `unsupported_reason(*args)` of a Pallas form's module, which returns the reason why it cannot take
-    them, or None. "auto" falls back to `ref` for such arguments and for forms in OPT_IN. Every choice of "auto"
+    them, or None. "auto" falls back to `xla` for such arguments and for forms in OPT_IN. Every choice of "auto"
     is logged once. Raises ValueError if a named implementation is unknown, is for another platform, or does not
     support the arguments.
     """
@@ -80,9 +85,9 @@ def select_backend(kernel: str, implementation: str | Implementation, *args) -> 
             f"{kernel}: implementation {requested.name!r}; use auto, {', '.join(NAMES)}"
         )
     backend = Backend(kernel, requested.name, requested.interpret)
-    if requested.name == "ref":
+    if requested.name not in PALLAS:
         reason = None
-    elif not _is_written(kernel, requested.name):
+    elif not is_written(kernel, requested.name):
         reason = "it is not written"
     elif not requested.interpret and BACKEND_OF_PLATFORM.get(platform()) != requested.name:
         reason = f"this program is for {platform()}"
@@ -93,7 +98,7 @@ def select_backend(kernel: str, implementation: str | Implementation, *args) -> 
     if implementation == "auto":
         reason = reason or OPT_IN.get((kernel, requested.name))
         _log_once(kernel, platform(), requested.name, reason)
-        return Backend(kernel, "ref") if reason else backend
+        return Backend(kernel, "xla") if reason else backend
     if reason:
         raise ValueError(
             f"{kernel}: implementation {requested.name!r} cannot run: {reason}; use 'auto'"
@@ -123,16 +128,18 @@ def _device():
 
 
 def _default_name(kernel: str) -> str:
-    name = BACKEND_OF_PLATFORM.get(platform(), "ref")
-    return name if _is_written(kernel, name) else "ref"
+    name = BACKEND_OF_PLATFORM.get(platform(), "xla")
+    return name if is_written(kernel, name) else "xla"
 
 
-def _is_written(kernel: str, name: str) -> bool:
+def is_written(kernel: str, name: str) -> bool:
+    """Returns whether a kernel package has a module of this name."""
     return importlib.util.find_spec(f"pallas_kernels.{kernel}.{name}") is not None
 
 
 def _module(kernel: str, name: str):
     # Imported at first use: a program on a CPU need not load Pallas.
+    name = "ref" if name == "xla" and not is_written(kernel, "xla") else name
     return importlib.import_module(f"pallas_kernels.{kernel}.{name}")
 
 
@@ -142,5 +149,5 @@ def _log_once(kernel: str, platform: str, name: str, reason: str | None):
         LOGGER.info("%s on %s: XLA, because the Pallas form cannot: %s", kernel, platform, reason)
     else:
         LOGGER.info(
-            "%s on %s: %s", kernel, platform, "XLA" if name == "ref" else f"Pallas ({name})"
+            "%s on %s: %s", kernel, platform, f"Pallas ({name})" if name in PALLAS else "XLA"
         )

@@ -74,7 +74,7 @@ def _cudnn(x, sizes):
 
 
 def _tokamax_attention(x, sizes):
-    import tokamax
+    import tokamax  # pyright: ignore[reportMissingImports]: only the benchmarks have it
 
     return tokamax.dot_product_attention(x["q"], x["k"], x["v"], scale=SCALE, is_causal=True)
 
@@ -96,13 +96,13 @@ def _ragged_dot(x, sizes):
 
 
 def _tokamax_ragged_dot(x, sizes):
-    import tokamax
+    import tokamax  # pyright: ignore[reportMissingImports]: only the benchmarks have it
 
     return tokamax.ragged_dot(x["x"], x["w"], x["group_sizes"])
 
 
 def _tokamax_cross_entropy(x, sizes):
-    import tokamax
+    import tokamax  # pyright: ignore[reportMissingImports]: only the benchmarks have it
 
     loss = tokamax.linear_softmax_cross_entropy_loss
     return loss(x["hidden"], x["targets"], x["head"], reduction="none")

@@ -42,7 +42,7 @@ class Case(NamedTuple):
       sizes: sizes by name; the command line can change them.
       inputs: inputs(sizes, key) returns a dict of arrays. It uses only jax, so `jax.eval_shape` gives their
         shapes.
-      run: run(inputs, sizes, implementation) makes the call. Its result is timed and compared with that of "ref".
+      run: run(inputs, sizes, implementation) makes the call. Its result is timed and compared with that of "xla".
       cost: cost(sizes) returns the unavoidable work.
       small: sizes that any machine can run under an interpreter.
     """

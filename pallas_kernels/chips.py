@@ -1,6 +1,7 @@
 """Published figures of accelerators, the only table of peaks, rooflines and offline reports."""
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Chip:
         n = self.num_devices
         if n == 1:
             return self
-        shares = {"flops": {dtype: rate / n for dtype, rate in self.flops.items()}}
+        shares: dict[str, Any] = {"flops": {dtype: rate / n for dtype, rate in self.flops.items()}}
         for name in ("bandwidth", "link", "network", "memory"):
             value = getattr(self, name)
             shares[name] = None if value is None else value / n

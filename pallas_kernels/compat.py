@@ -2,11 +2,12 @@
 
 import functools
 import threading
+from typing import Any
 
 import jax
 from jax._src import compiler
-from jax._src.lib import tpu
-from jax._src.lib.mlir import ir as ir
+from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]: no public name
+from jax._src.lib.mlir import ir as ir  # pyright: ignore[reportPrivateImportUsage]: no public name
 from jax._src.lib.mlir.dialects import (
     arith as arith,
     llvm as llvm,
@@ -26,8 +27,8 @@ def emulator_params(name: str, **params) -> object:
     if name == "tpu":
         return pltpu.InterpretParams(**params)
     _patch_gpu_emulator()
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams(**params)
+    if (public := getattr(plgpu, "InterpretGPUParams", None)) is not None:
+        return public(**params)
     from jax._src.pallas.mosaic_gpu.interpret import params as private
 
     return private.InterpretGPUParams(**params)
@@ -64,7 +65,7 @@ def _patch_gpu_emulator():
 
     if JAX_VERSION < (0, 11):
         thread_map._run_jaxpr = _make_cached_runner()
-    memory = shared_memory.GPUSharedMemory
+    memory: Any = shared_memory.GPUSharedMemory
     check_barriers = memory.assert_no_barriers_allocated
     # The device that finishes first sees the barriers of the others, and reports them as leaked.
     memory.assert_no_barriers_allocated = lambda self: self.num_devices > 1 or check_barriers(self)
@@ -95,9 +96,10 @@ def _make_cached_runner():
 
 def load(ref, index, layout):
     """Loads ref[index] into registers of a Mosaic GPU layout."""
+    plgpu_load: Any = plgpu.load  # its parameters differ between the versions
     if JAX_VERSION < (0, 11):
-        return plgpu.load(ref, index, layout=layout, optimized=False)
-    return plgpu.load(ref.at[index] if index else ref, layout=layout, optimized=False)
+        return plgpu_load(ref, index, layout=layout, optimized=False)
+    return plgpu_load(ref.at[index] if index else ref, layout=layout, optimized=False)
 
 
 def transpose_ref(ref):
@@ -110,7 +112,7 @@ def strip_locations(module: bytes) -> str:
     with mlir.make_ir_context() as context:
         tpu.register_dialect(context)
         context.allow_unregistered_dialects = True
-        return ir.Module.parse(module).operation.get_asm(enable_debug_info=False)
+        return str(ir.Module.parse(module).operation.get_asm(enable_debug_info=False))
 
 
 def disable_mesh_program_cache() -> None:

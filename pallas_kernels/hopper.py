@@ -8,6 +8,7 @@ layouts, shared memory and tensor-core shapes.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,7 +19,11 @@ from jaxtyping import Array
 
 from pallas_kernels import compat, warp_ops
 
-WGMMA = plgpu.Layout.WGMMA
+# Layouts of registers; jax gives them several types that have no common public one.
+WGMMA: Any = plgpu.Layout.WGMMA
+ROW_OF: Any = plgpu.Layout.WGMMA.reduce(1)  # one number per row of a product
+COLUMN_OF: Any = plgpu.Layout.WGMMA.reduce(0)  # one number per column of a product
+Accumulator: Any = plgpu.WGMMAAccumulatorRef  # of tensor cores
 SMEM_BYTES = 232448  # of one block on an H100 or H200
 MULTIPROCESSORS = 132  # of an H100 or H200
 
@@ -49,21 +54,21 @@ class Ops:
     def __init__(self, interpret):
         self.is_emulated = bool(interpret)
 
-    def load(self, ref, index=(), layout=WGMMA):
+    def load(self, ref, index=(), layout: Any = WGMMA):
         """Loads ref[index] from shared or global memory into registers; index holds full slices or `pl.ds`."""
         if self.is_emulated:
             return ref[index] if index else ref[...]
         return compat.load(ref, index, layout)
 
-    def cast(self, x, layout=WGMMA):
+    def cast(self, x, layout: Any = WGMMA):
         """Returns x in registers of a layout. A value carried by a loop needs a layout that does not change."""
         return x if self.is_emulated else plgpu.layout_cast(x, layout)
 
-    def zeros(self, shape, dtype=jnp.float32, layout=WGMMA):
+    def zeros(self, shape, dtype=jnp.float32, layout: Any = WGMMA):
         """Returns registers filled with zeros."""
         return self.cast(jnp.zeros(shape, dtype), layout)
 
-    def full(self, shape, value, dtype=jnp.float32, layout=WGMMA):
+    def full(self, shape, value, dtype=jnp.float32, layout: Any = WGMMA):
         """Returns registers filled with one value."""
         return self.cast(jnp.full(shape, value, dtype), layout)
 
@@ -76,7 +81,7 @@ class Ops:
         a_transposed=False,
         max_columns: int = 256,
         on_issued=lambda: None,
-    ):
+    ) -> Array:
         """Returns acc + a @ b (or a @ b^T, a^T @ b) by tensor cores.
 
         a: registers or a tile. b: a tile. acc: registers. Tiles of 8-bit numbers must be contracted along their
@@ -106,11 +111,12 @@ class Ops:
                 plgpu.wgmma(acc_ref.at[:, piece], a_operand, part)
             on_issued()
 
-        return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+        total: Any = pl.run_state(accumulate)(Accumulator.init(acc))
+        return total
 
     def sum_products(
         self, shapes, steps, wait_for_operands, release, b_transposed=False, a_transposed=False
-    ):
+    ) -> list[Array]:
         """Returns a list with the sum over i < steps of a_i @ b_i (or their transposes) per b.
 
         shapes: shapes of the float32 sums. wait_for_operands(i) waits for the operands of product i and returns
@@ -141,7 +147,7 @@ class Ops:
             pl.when(steps > 0)(lambda: release(steps - 1))
             return sums
 
-        return pl.run_scoped(run, *(plgpu.ACC(s, jnp.float32) for s in shapes))
+        return pl.run_scoped(run, *(Accumulator(s, jnp.float32) for s in shapes))
 
     def row_indices(self, shape):
         """Returns int32[shape] of row numbers in registers."""
@@ -161,7 +167,7 @@ class Ops:
             def _():
                 ref[i] = lax.dynamic_index_in_dim(x, i, keepdims=False)
 
-    def dots(self, acc, pairs, b_transposed=False, a_transposed=False):
+    def dots(self, acc, pairs, b_transposed=False, a_transposed=False) -> Array:
         """Returns acc + the sum of a @ b over pairs, in their order; otherwise as `dot`.
 
         It waits for each product. With several products in flight whose `a` are different registers, an H200
@@ -178,7 +184,8 @@ class Ops:
                 plgpu.wgmma(acc_ref, a_operand, compat.transpose_ref(b) if b_transposed else b)
                 plgpu.wgmma_wait(0)
 
-        return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+        total: Any = pl.run_state(accumulate)(Accumulator.init(acc))
+        return total
 
     def store_transposed(self, ref, x):
         """Stores ref[...] = x^T for x [m n] in WGMMA registers and ref [n m] in global or shared memory."""
@@ -227,12 +234,12 @@ def kernel(body: Callable, *, interpret: object, **named):
     return plgpu.kernel(body, interpret=emulator, compiler_params=params, **named)
 
 
-def broadcast_rows(x: Array, shape: tuple[int, int]) -> Array:
+def broadcast_rows(x: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts x[r], one number per row, to an array of `shape`."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def broadcast_columns(x: Array, shape: tuple[int, int]) -> Array:
+def broadcast_columns(x: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts x[c], one number per column, to an array of `shape`."""
     return lax.broadcast_in_dim(x, shape, [1])
 

@@ -25,5 +25,6 @@ def visible(
         mask = mask & (key_index[None, :] > query_index[:, None] - window)
     if query_segments is None:
         return mask
+    assert key_segments is not None, "pass the segments of queries and keys, or neither"
     same_segment = query_segments[:, :, None] == key_segments[:, None, :]
     return mask & same_segment & (query_segments[:, :, None] != 0)

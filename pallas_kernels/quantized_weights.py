@@ -59,7 +59,7 @@ class Int8(CompositeWeight):
     q: jax.Array
     scale: jax.Array
 
-    def map_arrays(self, function, letters, shape) -> Self:
+    def map_arrays(self, function, letters, shape) -> "Int8":
         names = letters.split()
         lead = int(names[0] == "l")
         outputs = lead + len(self.q.shape) - len(self.scale.shape)
@@ -85,7 +85,7 @@ class Int4(CompositeWeight):
         """Number of weight rows that share a scale."""
         return self.shape[-2] // self.scale.shape[-2]
 
-    def map_arrays(self, function, letters, shape) -> Self:
+    def map_arrays(self, function, letters, shape) -> "Int4":
         sizes = (*shape[:-2], shape[-2] // self.group, shape[-1])
         return Int4(function(letters, sizes), function(letters, sizes))
 

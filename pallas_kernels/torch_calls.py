@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.nn import functional
+import torch  # pyright: ignore[reportMissingImports]: only the benchmarks have it
+from torch.nn import functional  # pyright: ignore[reportMissingImports]: only the benchmarks have it
 
 from pallas_kernels.flash_mla.cases import SCALE
 
@@ -77,8 +77,8 @@ def flash(x, sizes):
 
 def flash_backward(x, sizes):
     """Gradients of queries, keys and values."""
-    leaves = [x[name].detach().requires_grad_() for name in "qkv"]
-    return torch.autograd.grad(attention(*leaves, SCALE), leaves, x["dout"])
+    q, k, v = (x[name].detach().requires_grad_() for name in "qkv")
+    return torch.autograd.grad(attention(q, k, v, SCALE), [q, k, v], x["dout"])
 
 
 def grouped(rows, weights, x, sizes):

@@ -1,12 +1,12 @@
-"""A pytest plugin that holds the default tier to its budget, so that it stays at ten minutes on two cores.
+"""Pytest plugin that checks the CPU time of the default tier against its budget.
 
-`budget.json` gives CPU seconds for each directory of tests. A run fails, and lists the slowest tests, if a directory takes
-half more than its budget, or if one test's call takes half more than the limit of a call (more where it compiles a
-program or starts one, which imports JAX again).
-Tests marked slow, aot or device do not count.
+`budget.json` has CPU seconds for each directory of tests, for ten minutes on two cores. A run fails and lists the slowest
+tests if a directory exceeds its budget by half, or if one test's call exceeds the limit of a call by half. The limit is
+higher for a call that compiles a program or starts one, which imports JAX again. Tests marked slow, aot or device do not
+count.
 
-CPU seconds of the process and of the children that it waited for are measured, because the clock of a shared machine says
-little. They are divided by how much longer than on the reference machine a fixed piece of work takes at the start.
+It measures CPU seconds of the process and its children, because wall time varies on a shared machine. They are scaled by
+the time of a fixed piece of work, relative to the reference machine.
 
     --durations-json=FILE   also writes the scaled seconds of every test to FILE, for `durations.json`
 """
@@ -26,19 +26,19 @@ TIERS = ("slow", "aot", "device")
 TOLERANCE = 1.5
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 LISTED = 10  # slowest tests of a directory
-CHILD_S = 0.5  # CPU seconds of children from which on a call has started a program
+CHILD_S = 0.5  # a call with more CPU seconds of children has started a program
 
 
 @dataclasses.dataclass(kw_only=True, frozen=True)
 class Budget:
-    """What `budget.json` holds.
+    """Contents of `budget.json`.
 
     Attributes:
-      directories: CPU seconds of the default tests of each directory, "tests/NAME"; of "tests", those of its own files.
-      call_s: CPU seconds that one test's call may take.
+      directories: CPU seconds of the default tests of each directory, "tests/NAME"; "tests" means the files in it.
+      call_s: limit of one test's call, in CPU seconds.
       compiling_call_s: the same for a call that compiles a JAX program or starts other programs.
       calibration_s: CPU seconds of `calibrate` on the reference machine.
-      coverage_factor: how much longer tests take while line coverage is measured.
+      coverage_factor: slowdown of tests by the measurement of line coverage.
     """
 
     directories: dict[str, float]
@@ -54,7 +54,7 @@ class Budget:
 
 @dataclasses.dataclass(kw_only=True)
 class Spent:
-    """What one test took: scaled CPU seconds of all phases, those of its call, and whether the call compiled."""
+    """Time of one test: scaled CPU seconds of all phases and of its call, and whether the call compiled."""
 
     total_s: float = 0.0
     call_s: float = 0.0
@@ -62,7 +62,7 @@ class Spent:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the children that it has waited for."""
+    """Returns the CPU seconds of this process and of its finished children."""
     return _used(resource.RUSAGE_SELF) + _used(resource.RUSAGE_CHILDREN)
 
 
@@ -72,7 +72,7 @@ def _used(who: int) -> float:
 
 
 def calibrate() -> float:
-    """CPU seconds of a fixed piece of work, the fastest of three: loops of Python and of C."""
+    """Returns the CPU seconds of a fixed piece of work in Python and C, the minimum of three runs."""
     data = bytes(range(256)) * 16_000
 
     def once() -> float:
@@ -85,7 +85,7 @@ def calibrate() -> float:
 
 
 def violations(spent: dict[str, Spent], budget: Budget, factor: float = 1.0) -> list[str]:
-    """The lines that say what is over budget; none if all is well. spent: by the tests' ids."""
+    """Returns one line per directory or test over budget; spent: {test id: time}."""
     lines = []
     by_directory = collections.defaultdict(list)
     for test, one in spent.items():
@@ -120,7 +120,7 @@ def pytest_configure(config):
 
 
 class Measure:
-    """Runs where tests run: adds to each phase's report what the phase took."""
+    """Adds the time of each phase to its report, in the process that runs the test."""
 
     def __init__(self):
         self._scale = self._start = 1.0
@@ -156,7 +156,7 @@ class Measure:
 
 
 class Judge:
-    """Runs in the process that reports: adds up and judges."""
+    """Sums the times and checks the budget, in the process that reports."""
 
     def __init__(self, config):
         self._config = config
@@ -176,8 +176,8 @@ class Judge:
 
     def pytest_sessionfinish(self, session):
         if path := self._config.option.durations_json:
-            found = {test: round(seconds, 2) for test, seconds in sorted(self._all.items())}
-            path.write_text(json.dumps(found, indent=0) + "\n")
+            durations = {test: round(seconds, 2) for test, seconds in sorted(self._all.items())}
+            path.write_text(json.dumps(durations, indent=0) + "\n")
         budget = Budget.read()
         is_covered = bool(self._config.pluginmanager.getplugin("_cov"))
         self._lines = violations(self._spent, budget, budget.coverage_factor if is_covered else 1.0)

@@ -1,7 +1,7 @@
-"""What every test process has in common; set before anything imports jax.
+"""Environment and fixtures of all test processes, set before jax is imported.
 
-The XLA flags are for compile speed alone. `GLM5_JAX_TEST_XLA_FLAGS=` (empty) runs a test under the
-flags of real runs, and the `plain_env` fixture starts a child process that way.
+The XLA flags only speed up compilation. `GLM5_JAX_TEST_XLA_FLAGS=` (empty) runs a test without them, and the `plain_env`
+fixture is for child processes without them.
 """
 
 import importlib.metadata
@@ -15,12 +15,12 @@ import pytest
 
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Later ones do not know it, and end a process that says it.
+    # Later versions abort a process with an unknown flag.
     FAST_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 
 def _cache_folder() -> str:
-    """Compiled programs are kept in the user's cache, shared by the workers and by later runs."""
+    """Returns the user's cache folder for compiled programs, shared by workers and later runs."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(base) / "glm5_jax" / "compiled"
     try:
@@ -30,7 +30,7 @@ def _cache_folder() -> str:
     return str(folder)
 
 
-# These alone change what a program computes or prints; children of `plain_env` lack them.
+# Only these change what a program computes or prints. Children with `plain_env` do not have them.
 TEST_ONLY = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
     + os.environ.get("GLM5_JAX_TEST_XLA_FLAGS", FAST_COMPILE),
@@ -49,21 +49,20 @@ hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("tests")
 
 
-# Few tests that take minutes each: begun last, one of them would run alone.
+# These tests take minutes each. They run first, because a worker with one of them would finish last.
 LONG = ("journeys", "pod", "mesh", "training")
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent.name not in LONG)
-    # Not at the top: the lines of what is imported there would not count as covered.
+    # Imported late, because coverage does not count lines that run while conftest is imported.
     from pallas_kernels.compat import disable_mesh_program_cache
 
     disable_mesh_program_cache()
 
 
-# A process may map so many pieces of memory (vm.max_map_count is 65,530), and every compiled program takes some:
-# a worker that keeps all of its tests' programs dies of it.
-MOST_MAPS = 20_000
+# Every compiled program takes some memory maps, and a process with more than vm.max_map_count (65,530) dies.
+MAX_MAPS = 20_000
 
 
 def _num_maps() -> int:
@@ -73,13 +72,13 @@ def _num_maps() -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs():
-    """Forgets compiled programs after a file of tests once there are many; the cache on disk keeps them."""
+    """Clears compiled programs after a file of tests if there are many; they stay in the cache on disk."""
     yield
-    if "jax" in sys.modules and _num_maps() > MOST_MAPS:
+    if "jax" in sys.modules and _num_maps() > MAX_MAPS:
         sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture
 def plain_env() -> dict[str, str]:
-    """The environment of a child process that runs as a user's would: one CPU device, no test flags."""
+    """Returns the environment of a child process without test flags, with one CPU device."""
     return {name: value for name, value in os.environ.items() if name not in TEST_ONLY}

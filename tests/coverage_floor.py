@@ -1,6 +1,6 @@
-"""A pytest plugin for `launch/test.sh --coverage`: every module has 75% of its lines covered.
+"""Pytest plugin for `launch/test.sh --coverage`, which requires that each module has 75% of its lines covered.
 
-Modules below that are listed and counted in pytest's closing line, and the run fails.
+Pytest lists the other modules and counts them in its last line, and the run fails.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ TITLE = f"modules under {FLOOR}% line coverage"
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A module's path, the share of its lines that ran in percent, and the numbers of the others."""
+    """Path of a module, percentage of its lines that ran, and numbers of the other lines."""
 
     path: pathlib.Path
     percent: float
@@ -23,18 +23,18 @@ class Module:
 
 
 def modules(measured: coverage.Coverage) -> list[Module]:
-    """All modules of the packages under measurement, those that nothing imported included."""
-    found = []
+    """Returns all modules of the measured packages, including those that nothing imported."""
+    results = []
     for path in sorted(measured.get_data().measured_files()):
         _, statements, _, missing, ranges = measured.analysis2(path)
         percent = 100 * (1 - len(missing) / max(1, len(statements)))
-        found.append(Module(pathlib.Path(path).relative_to(pathlib.Path.cwd()), percent, ranges))
-    return found
+        results.append(Module(pathlib.Path(path).relative_to(pathlib.Path.cwd()), percent, ranges))
+    return results
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """By now pytest-cov has joined the data of all processes; xdist's workers have none to judge."""
+    """Reads the data of all processes, which pytest-cov has combined; does nothing in xdist's workers."""
     if hasattr(session.config, "workerinput"):
         return
     measured = coverage.Coverage()
@@ -46,7 +46,7 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Lists what is below the floor."""
+    """Lists the modules below the floor."""
     for module in terminalreporter.stats.get(TITLE, []):
         line = f"{module.path}: {module.percent:.0f}% covered, not run: {module.not_run}"
         terminalreporter.write_line(line, red=True)

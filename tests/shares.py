@@ -1,7 +1,7 @@
-"""A pytest plugin that runs one share of the selected tests: `--share=3/7`.
+"""Pytest plugin that runs one share of the selected tests: `--share=3/7`.
 
-Files are dealt out by how long they took (`durations.json`, which `tests.budget` writes), the longest first, each to the
-share that has least so far. A file's tests stay together, because they share fixtures. The shares 0 to 6 of 7 together are all tests.
+Files are assigned by their durations (`durations.json`, which `tests.budget` writes), the longest first, each to the
+share with the smallest sum. A file's tests stay together, because they share fixtures. Shares 0 to 6 of 7 are all tests.
 """
 
 import collections
@@ -15,19 +15,19 @@ UNKNOWN_S = 5.0  # seconds of a test that was never timed
 
 
 def shares(tests: list[str], durations: dict[str, float], count: int) -> dict[str, int]:
-    """The share, from 0 to count - 1, of the file of each of these tests' ids."""
+    """Returns {file: share, from 0 to count - 1} for the files of these test ids."""
     seconds = collections.Counter()
     for test in tests:
         seconds[test.split("::")[0]] += durations.get(test, UNKNOWN_S)
-    loads, found = [0.0] * count, {}
+    loads, share_of = [0.0] * count, {}
     for file, length in sorted(seconds.items(), key=lambda item: (-item[1], item[0])):
-        found[file] = loads.index(min(loads))
-        loads[found[file]] += length
-    return found
+        share_of[file] = loads.index(min(loads))
+        loads[share_of[file]] += length
+    return share_of
 
 
 def parse(text: str) -> tuple[int, int]:
-    """(3, 7) of "3/7"; ValueError if it is not that."""
+    """Parses "3/7" to (3, 7). Raises ValueError for other text."""
     share, _, count = text.partition("/")
     if not (share.isdecimal() and count.isdecimal() and int(share) < int(count)):
         raise ValueError(f"--share={text}: it must be K/N with K from 0 to N - 1, such as 0/7")
@@ -38,7 +38,7 @@ def pytest_addoption(parser):
     parser.addoption("--share", help="run only share K of N, as in 3/7")
 
 
-@pytest.hookimpl(trylast=True)  # of what the marks have left
+@pytest.hookimpl(trylast=True)  # after the selection by marks
 def pytest_collection_modifyitems(config, items):
     if not config.option.share:
         return
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    found = shares([item.nodeid for item in items], durations, count)
-    kept = [item for item in items if found[item.nodeid.split("::")[0]] == share]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    share_of = shares([item.nodeid for item in items], durations, count)
+    selected = [item for item in items if share_of[item.nodeid.split("::")[0]] == share]
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = selected

@@ -1,4 +1,4 @@
-"""`ModelConfig` refuses what contradicts itself, naming the field and its value."""
+"""Tests of `ModelConfig`, its errors and its derived values."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from glm5_jax.config import ModelConfig, RopeParameters, yarn_mscale
 from glm5_jax.model import glm5
 
 TINY = presets.tiny()
-REFUSED = [
+INVALID = [
     (dict(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05; it must be positive"),
     (dict(latent_norm_eps=float("nan")), "latent_norm_eps is nan; it must be positive"),
     (dict(hidden_size=0), "hidden_size is 0; it must be a positive integer"),
@@ -57,8 +57,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("changes,message", REFUSED)
-def test_contradictions_are_refused(changes, message):
+@pytest.mark.parametrize("changes,message", INVALID)
+def test_rejects_contradictory_config(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(TINY, **changes)
 
@@ -71,24 +71,24 @@ def test_contradictions_are_refused(changes, message):
         (dict(rope_theta=1.0), "rope_theta is 1.0; it must exceed 1"),
     ],
 )
-def test_rope_parameters_are_checked(fields, message):
+def test_rejects_invalid_rope_parameters(fields, message):
     with pytest.raises(ValueError, match=message):
         RopeParameters(**fields)
 
 
-def test_lists_become_tuples_so_that_a_config_is_a_key():
+def test_converts_lists_to_tuples():
     cfg = dataclasses.replace(TINY, eos_token_id=[1, 2], indexer_types=["full"] + ["shared"] * 3)
     assert cfg.eos_token_id == (1, 2) and {cfg: 1}[cfg] == 1
 
 
-def test_full_layers():
+def test_lists_full_layers():
     assert TINY.full_layers == (0, 1, 2, 3)
     shared = dataclasses.replace(TINY, indexer_types=("full", "shared", "full", "shared"))
     assert shared.full_layers == (0, 2)
     assert presets.glm4_7_flash().full_layers == ()
 
 
-def test_kinds_of_layers():
+def test_lists_layer_kinds():
     assert TINY.layer_kinds == ("full",) * 4 and TINY.gdn_layers == ()
     kinds = ("gdn", "window", "simple_gdn", "gdn")
     dense = dataclasses.replace(TINY, attention="dense", index_topk=None)
@@ -99,8 +99,8 @@ def test_kinds_of_layers():
     assert presets.ablation("gqa").num_key_heads == 4
 
 
-# Of a model of every kind of layer that another field may differ in: a value of each field unlike its own.
-OTHER = {
+# A different value for each field of the model.
+OTHER_VALUES = {
     field.name: getattr(TINY, field.name) * 2
     for field in dataclasses.fields(ModelConfig)
     if type(getattr(TINY, field.name)) in (int, float)
@@ -118,23 +118,23 @@ OTHER = {
     "layer_attention": ("full", "window", "full", "full"),
     "projections": "gqa",
 }
-# What changes no number, or (of the last three) none of this model's.
-IDLE = set(
+# Fields that change no number, or (the last three) no number of this model.
+UNUSED = set(
     "max_position_embeddings initializer_range eos_token_id pad_token_id bos_token_id dtype model_type hf_extra "
     "num_key_value_heads linear_conv_kernel_dim topk_group".split()
 )
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig)])
-def test_what_weights_compute_is_told_by_their_shapes_or_is_arithmetic(field):
-    if field in IDLE:
+def test_arithmetic_includes_fields_without_effect_on_shapes(field):
+    if field in UNUSED:
         return
     mixed = {"layer_attention": ("full", "window", "simple_gdn", "full")}
     plain = {"index_topk": None, "attention": "dense"}
     base = TINY
     if field in ("layer_attention", "projections", "sliding_window", "simple_gdn_beta"):
         base = dataclasses.replace(TINY, **plain, **mixed)
-    other = dataclasses.replace(base, **{field: OTHER[field]})
+    other = dataclasses.replace(base, **{field: OTHER_VALUES[field]})
     ours, theirs = base.arithmetic, other.arithmetic
     odd = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
     if field == "rope_parameters":
@@ -143,12 +143,12 @@ def test_what_weights_compute_is_told_by_their_shapes_or_is_arithmetic(field):
         assert odd == {field}
 
 
-def test_the_defaults_are_glm5():
+def test_defaults_equal_glm5():
     assert ModelConfig() == presets.glm5()
     assert ModelConfig().num_moe_layers == 75
     assert ModelConfig().softmax_scale == 1 / 16
 
 
-def test_yarn_mscale():
+def test_computes_yarn_mscale():
     assert yarn_mscale(1.0, 3.0) == yarn_mscale(0.5, 3.0) == 1.0
     assert yarn_mscale(40.0, 1.0) == pytest.approx(1.36888, abs=1e-5)

@@ -1,4 +1,4 @@
-"""What no golden covers in the oracles: ties, packing, MTP over documents, losses."""
+"""Tests of oracles that no golden covers: ties, packing, MTP over documents, losses."""
 
 import pathlib
 
@@ -8,24 +8,24 @@ import pytest
 from tests.oracles import attention, cross_entropy, experts, glm5, indexer
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
-WHOLE = np.ones((1, 1, 5), bool)
+ALL_VISIBLE = np.ones((1, 1, 5), bool)
 
 
-def select(scores, k, visible=WHOLE):
+def select(scores, k, visible=ALL_VISIBLE):
     return indexer.select(np.array([[scores]], np.float64), visible, k)[0, 0].tolist()
 
 
-def test_selects_keys_by_hand():
+def test_oracle_selects_keys_of_handwritten_rows():
     some, nan = np.array([[[False, True, False, True, False]]]), np.nan
     for name, scores, k, visible, expected in (
-        ("ascending, the best", [3, 9, 1, 7, 5], 3, WHOLE, [1, 3, 4]),
-        ("ties go to the lower index", [1, 2, 2, 2, 0], 2, WHOLE, [1, 2]),
-        ("-0 is no less than 0", [-0.0, 0.0, -0.0, 0.0, -1.0], 2, WHOLE, [0, 1]),
-        ("nor 0 more than -0", [0.0, -0.0, 5.0, -0.0, 0.0], 3, WHOLE, [0, 1, 2]),
+        ("indices ascend", [3, 9, 1, 7, 5], 3, ALL_VISIBLE, [1, 3, 4]),
+        ("ties go to the lower index", [1, 2, 2, 2, 0], 2, ALL_VISIBLE, [1, 2]),
+        ("-0 is not less than 0", [-0.0, 0.0, -0.0, 0.0, -1.0], 2, ALL_VISIBLE, [0, 1]),
+        ("0 is not more than -0", [0.0, -0.0, 5.0, -0.0, 0.0], 3, ALL_VISIBLE, [0, 1, 2]),
         ("few visible keys", [9, 1, 9, 2, 9], 4, some, [1, 3, -1, -1]),
-        ("NaN is last", [nan, 1, -5, nan, 2], 3, WHOLE, [1, 2, 4]),
-        ("the first NaN is before the next", [nan, 1, -5, nan, 2], 4, WHOLE, [0, 1, 2, 4]),
-        ("no wider than the keys", [3, 9, 1, 7, 5], 64, WHOLE, [0, 1, 2, 3, 4]),
+        ("NaN is last", [nan, 1, -5, nan, 2], 3, ALL_VISIBLE, [1, 2, 4]),
+        ("the first NaN is before the next", [nan, 1, -5, nan, 2], 4, ALL_VISIBLE, [0, 1, 2, 4]),
+        ("no wider than the keys", [3, 9, 1, 7, 5], 64, ALL_VISIBLE, [0, 1, 2, 3, 4]),
     ):
         assert select(scores, k, visible) == expected, name
 
@@ -35,7 +35,7 @@ def test_selection_mask_ignores_minus_one():
     assert mask[0, 0].tolist() == [True, False, False, True, False]
 
 
-def test_rotation_keeps_lengths_and_depends_on_the_distance_only():
+def test_rotation_preserves_norm_and_depends_on_distance():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 1, 8))
     frequencies, _ = attention.rope_frequencies({"rope_theta": 100.0}, 8, 64)
@@ -50,15 +50,15 @@ def test_rotation_keeps_lengths_and_depends_on_the_distance_only():
     assert dot(9, 4)[1] == pytest.approx(np.linalg.norm(q))
 
 
-def test_a_query_without_keys_gets_zeros():
+def test_query_without_keys_has_zero_output():
     ones = np.ones((1, 2, 1, 3))
     out = attention.attend(ones, ones, ones, np.array([[[False, False], [True, True]]]), 1.0)
     assert out[0, 0].tolist() == [[0.0, 0.0, 0.0]]
     np.testing.assert_allclose(out[0, 1], 1.0)
 
 
-def test_route_by_hand():
-    # p = sigmoid: 0.5, 0.25, 0.75, 0.9; the bias lifts expert 1 past expert 0, weights keep p.
+def test_routes_handwritten_logits():
+    # p = sigmoid: 0.5, 0.25, 0.75, 0.9. The bias ranks expert 1 above expert 0; weights stay p.
     logits = np.log(np.array([1.0, 1 / 3, 3.0, 9.0]))
     ids, weights = experts.route(logits, np.array([0.0, 0.3, 0.0, -0.9]), 2, scale=2.0)
     assert ids.tolist() == [2, 1]
@@ -67,15 +67,15 @@ def test_route_by_hand():
     np.testing.assert_allclose(raw, [1.8, 1.5])
 
 
-def test_routes_within_the_best_group():
-    """One strong expert (3) does not save its group; other groups stay out where all scores are negative."""
+def test_oracle_routes_within_best_group():
+    """One strong expert (3) is not enough for its group; negative scores do not select other groups."""
     for p, bias in (((0.6, 0.6, 0.1, 0.9, 0.1, 0.1), 0.0), ((0.5, 0.4, 0.3, 0.2), -2.0)):
         logits = np.log(np.array(p) / (1 - np.array(p)))
         ids, _ = experts.route(logits, np.full(len(p), bias), 2, n_group=2, topk_group=1)
         assert sorted(ids.tolist()) == [0, 1], p
 
 
-def test_balance_loss_is_one_when_balanced_and_grows_when_not():
+def test_balance_loss_is_one_if_balanced():
     everyone = np.array([[[0, 1], [2, 3]]])
     counted = np.ones((1, 2), bool)
     assert experts.balance_loss(np.zeros((1, 2, 4)), everyone, counted) == pytest.approx(1.0)
@@ -86,7 +86,7 @@ def test_balance_loss_is_one_when_balanced_and_grows_when_not():
     assert experts.balance_loss(skewed, same, counted) == pytest.approx(1.6)
 
 
-def test_balance_loss_leaves_padding_out():
+def test_balance_loss_ignores_padding():
     rng = np.random.default_rng(1)
     logits, ids = rng.normal(size=(1, 6, 4)), rng.integers(0, 4, (1, 6, 2))
     counted = np.array([[True, True, True, False, False, False]])
@@ -94,32 +94,32 @@ def test_balance_loss_leaves_padding_out():
     assert experts.balance_loss(logits, ids, counted) == pytest.approx(short)
 
 
-def test_moved_bias():
+def test_balance_step_follows_load():
     moved = experts.moved_bias(np.zeros(3), np.array([1.0, 2.0, 3.0]), 0.5)
     assert moved.tolist() == [0.5, 0.0, -0.5]
 
 
 @pytest.mark.parametrize("z_weight", [0.0, 0.3])
-def test_cross_entropy_gradients(z_weight):
+def test_cross_entropy_gradients_equal_finite_differences(z_weight):
     rng = np.random.default_rng(2)
     hidden, weight = rng.normal(size=(4, 3)), rng.normal(size=(3, 7))
     targets, ce_weight = rng.integers(0, 7, 4), np.array([1.0, 0.0, 0.5, 2.0])
     exact = cross_entropy.linear_cross_entropy(hidden, weight, targets, ce_weight, z_weight)
     for name, x in (("d_hidden", hidden), ("d_weight", weight)):
         for at in np.ndindex(x.shape):
-            kept, losses = x[at], []
+            value, losses = x[at], []
             for step in (1e-5, -1e-5):
-                x[at] = kept + step
+                x[at] = value + step
                 out = cross_entropy.linear_cross_entropy(
                     hidden, weight, targets, ce_weight, z_weight
                 )
                 losses.append(out["loss"])
-            x[at] = kept
+            x[at] = value
             assert exact[name][at] == pytest.approx((losses[0] - losses[1]) / 2e-5, abs=1e-8)
     assert not exact["d_hidden"][1].any()
 
 
-def test_linear_cross_entropy_is_the_mean_cross_entropy():
+def test_linear_cross_entropy_equals_mean_cross_entropy():
     rng = np.random.default_rng(3)
     hidden, weight, targets = rng.normal(size=(4, 3)), rng.normal(size=(3, 7)), np.arange(4)
     out = cross_entropy.linear_cross_entropy(hidden, weight, targets, np.full(4, 0.25))
@@ -128,19 +128,19 @@ def test_linear_cross_entropy_is_the_mean_cross_entropy():
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_b", "hf_tiny_c", "hf_tiny_d"])
-def test_packed_documents_do_not_see_each_other(name):
+def test_oracle_isolates_packed_documents(name):
     config, weights = glm5.load(GOLDENS / name)
     ids = np.load(GOLDENS / name / "arrays.npz")["input_ids"][:1, :29]
     segments = np.array([[1] * 16 + [2] * 11 + [0] * 2])
     assert glm5.positions_of(segments)[0, 14:].tolist() == [14, 15, *range(11), 0, 0]
     packed = glm5.forward(weights, config, ids, segment_ids=segments)["logits"]
     for part in (slice(0, 16), slice(16, 27)):
-        alone = glm5.forward(weights, config, ids[:, part])["logits"]
-        np.testing.assert_allclose(packed[:, part], alone, atol=1e-10, rtol=0)
+        unpacked = glm5.forward(weights, config, ids[:, part])["logits"]
+        np.testing.assert_allclose(packed[:, part], unpacked, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b", "hf_tiny_c"])
-def test_sparse_is_dense_until_index_topk(name):
+def test_oracle_is_dense_up_to_index_topk(name):
     config, weights = glm5.load(GOLDENS / name)
     ids = np.load(GOLDENS / name / "arrays.npz")["input_ids"]
     k = config["index_topk"]
@@ -151,23 +151,23 @@ def test_sparse_is_dense_until_index_topk(name):
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_d"])
-def test_mtp_over_packed_documents(name):
-    """Valid places of a packed row hold what each document gives alone, in every step."""
+def test_oracle_mtp_isolates_packed_documents(name):
+    """Valid positions of a packed row equal those of each document, in every step."""
     config, weights = glm5.load(GOLDENS / name)
     ids = np.load(GOLDENS / name / "arrays.npz")["input_ids"][:1, :27]
     segments = np.array([[1] * 16 + [2] * 11])
     final = glm5.forward(weights, config, ids, segment_ids=segments)["final_hidden"]
     packed = glm5.mtp(weights, config, ids, final, segment_ids=segments, steps=3)
     for start, stop in ((0, 16), (16, 27)):
-        alone = glm5.mtp(weights, config, ids[:, start:stop], final[:, start:stop], steps=3)
-        for k, (ours, theirs) in enumerate(zip(packed, alone, strict=True), start=1):
+        unpacked = glm5.mtp(weights, config, ids[:, start:stop], final[:, start:stop], steps=3)
+        for k, (ours, theirs) in enumerate(zip(packed, unpacked, strict=True), start=1):
             part = slice(start, stop - k)
             assert ours["valid"][:, part].all()
             assert not ours["valid"][:, stop - k : stop].any()
             np.testing.assert_allclose(ours["logits"][:, part], theirs["logits"], atol=1e-10)
 
 
-def test_mtp_chain_carries_the_normed_hidden_state():
+def test_mtp_chain_uses_normed_hidden_state():
     config, weights = glm5.load(GOLDENS / "hf_tiny_a")
     ids = np.load(GOLDENS / "hf_tiny_a" / "arrays.npz")["input_ids"]
     final = glm5.forward(weights, config, ids)["final_hidden"]

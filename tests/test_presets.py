@@ -1,4 +1,4 @@
-"""The presets are the published models, to the parameter."""
+"""Tests of the presets' sizes against the published models."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_glm5_has_744_billion_parameters():
 
 
 def test_glm5_2_has_753_billion_weights():
-    """As the released headers add up, which leave the 76 biases of 256 experts out."""
+    """The released headers sum to this number without the 76 biases of 256 experts."""
     assert presets.glm5_2().num_stored_parameters == 753_329_921_024 + 76 * 256
     full = presets.glm5_2().full_layers
     assert full == (0, 1, *range(2, 78, 4)) and len(full) == 21
@@ -32,10 +32,10 @@ def test_small_fits_one_accelerator():
     assert 0.25e9 < cfg.num_active_parameters < 0.3e9
 
 
-def test_tiny_has_no_two_axes_of_one_size():
+def test_axes_of_tiny_have_distinct_sizes():
     cfg = presets.tiny()
     sizes = axes.sizes(cfg)
-    del sizes["y"], sizes["w"]  # key heads, as many as queries have, and taps, of the alternatives
+    del sizes["y"], sizes["w"]  # key heads and convolution taps of the ablations
     sizes |= {"f dense": cfg.intermediate_size, "f moe": cfg.moe_intermediate_size}
     sizes |= {"k": cfg.index_topk, "a": cfg.num_experts_per_tok}
     assert len(set(sizes.values())) == len(sizes), sizes
@@ -52,7 +52,7 @@ def test_ablations_replace_every_second_layer(kind):
     assert large.layer_attention.count(kind) == 39 and large.sliding_window == 4096
 
 
-def test_ablations_of_the_projections():
+def test_ablates_projections():
     cfg = presets.ablation("gqa", presets.small())
     heads, width = cfg.num_key_value_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
     assert heads * (width + cfg.v_head_dim) == 2048  # of GQA-8, table 1
@@ -64,6 +64,6 @@ def test_ablations_of_the_projections():
         presets.ablation("swa")
 
 
-def test_an_unknown_preset_is_refused_with_the_list():
+def test_rejects_unknown_preset():
     with pytest.raises(ValueError, match="unknown preset 'glm6'; use one of glm5, glm5_2"):
         presets.get("glm6")

@@ -24,6 +24,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import jax
 
@@ -31,15 +32,16 @@ from glm5_jax.checkpoint import store
 from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.text.tokenizer import BYTES
-from glm5_jax.training.experiment import ExperimentConfig, StageConfig
+from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.metrics import Diverged, TrainingStopped
-from glm5_jax.training.pretraining import Setting
+from glm5_jax.training.pretraining import ExperimentConfig, Setting
 from glm5_jax.training.report import HELD_OUT_REWARD
 from glm5_jax.training.stages import Evaluator
 from glm5_jax.training.step import Step, make_step
 
 RESULTS = "results.jsonl"
 SFT = "sft"  # the lifecycle's stage
+Stage = TypeVar("Stage", bound=StageConfig)
 TAIL = 0.05  # share of a run's steps that values "at its end" are averaged over
 RATIO = 2.0  # between neighbouring learning rates of a grid
 
@@ -144,6 +146,13 @@ def after_sft(arm: Arm, workdir: pathlib.Path) -> Arm:
     return dataclasses.replace(arm, stages=(first, *more))
 
 
+def last_stage(stages: Sequence[StageConfig], kind: type[Stage]) -> Stage:
+    """Returns the last of an arm's or a trial's stages. Raises TypeError if it is not of this kind."""
+    if not isinstance(last := stages[-1], kind):
+        raise TypeError(f"stage {last.name!r} is a {type(last).__name__}, not a {kind.__name__}")
+    return last
+
+
 class SharedSteps:
     """Compiles train steps once for all trials that differ only in their schedule.
 
@@ -228,7 +237,8 @@ class AblationRuns:
         self._evaluator, self._measure, self._keep = evaluator, measure, keep
         self._evaluators: list[tuple[tuple, _SharedEvaluator]] = []
         self._steps = SharedSteps(self._count)
-        self._bar, self.done, self._trial = None, 0, None
+        self._bar: ProgressBar | None = None
+        self._trial, self.done = "", 0
 
     @property
     def compiled(self) -> int:
@@ -253,8 +263,8 @@ class AblationRuns:
         rows = {row["digest"]: row for row in self.rows()}
         pending = {t.digests[-1]: t for t in trials if t.digests[-1] not in rows}
         if pending:
-            with ProgressBar(self._left(pending.values())) as self._bar:
-                self.done = 0
+            with ProgressBar(self._left(pending.values())) as bar:
+                self._bar, self.done = bar, 0
                 for trial in pending.values():
                     self._trial = str(trial)
                     row = rows[trial.digests[-1]] = self._run(trial)
@@ -262,7 +272,7 @@ class AblationRuns:
                     result = f"loss {row['loss']:.4f}" if row["loss"] is not None else "diverged"
                     if row["reward"] is not None:
                         result = f"held-out reward {row['reward']:.3f}"
-                    self._bar.print(f"{trial}: {result}, {row['seconds']:.0f} s")
+                    bar.print(f"{trial}: {result}, {row['seconds']:.0f} s")
         # Several arms may share one training; each row gets its arm's name.
         return [rows[t.digests[-1]] | {"arm": t.arm} for t in trials]
 
@@ -279,12 +289,14 @@ class AblationRuns:
 
     def _count(self) -> None:
         self.done += 1
+        assert self._bar is not None, "a call that trains has a bar"
         self._bar.update(self.done, self._trial)
 
     def _run(self, trial: Trial) -> dict:
         began, diverged = time.perf_counter(), False
         done: dict[str, str] = {}
-        for stage, folder in zip(trial.stages, self.folders(trial)):
+        folder, *_ = folders = self.folders(trial)
+        for stage, folder in zip(trial.stages, folders):
             stage = stage.continue_from(done)
             folder.mkdir(parents=True, exist_ok=True)
             with (
@@ -320,6 +332,7 @@ class AblationRuns:
 
     def _shared(self, setting: Setting) -> Evaluator:
         """Returns the evaluator of an equal setting. data.seed and the run's seed do not count."""
+        assert self._evaluator is not None, "stages get this function only with an evaluator"
         data = dataclasses.replace(setting.config.data, seed=0)
         key = (setting.evaluate, setting.batch_rows, data, setting.config.train.eval_batches)
         for other, evaluator in self._evaluators:
@@ -409,7 +422,7 @@ def tune(
     while True:
         rows = runs([arm.trial(rate=rate, seed=seed) for rate in tried for seed in seeds])
         losses = losses_by_rate(rows)
-        best = min(losses, key=losses.get)
+        best = min(losses, key=losses.__getitem__)
         if losses[best] == math.inf:
             raise ValueError(f"{arm.name} diverged at every rate of {tried}; begin with lower ones")
         if best not in (tried[0], tried[-1]) or not extend:
@@ -430,7 +443,7 @@ def tune_without_divergence(
         if all(row["loss"] is not None for row in rows):
             return tuned, rows
         losses = tuned.losses | {tuned.rate: math.inf}
-        best = min(losses, key=losses.get)
+        best = min(losses, key=losses.__getitem__)
         if losses[best] == math.inf:
             raise ValueError(
                 f"{tuned.arm.name} has no rate of {sorted(losses)} at which none of the seeds {seeds} "

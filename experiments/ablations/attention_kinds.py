@@ -1,6 +1,6 @@
 """Compares cheaper kinds of attention in half of the layers, and DSA in all, before and after continual training.
 
-    python -m experiments.ablations.attention_kinds [tiny|small] [WORKDIR]
+    glm5 run attention_kinds:tiny --workdir=DIR     # or :small
 
 Source: GLM-5 2.1.2, Tables 4 and 5; Table 6 for DSA. One trained model of full attention per seed is converted, with
 the weights that it has (model/ablations/convert.py), to
@@ -28,7 +28,6 @@ import functools
 import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable
 
 import jax
@@ -50,7 +49,8 @@ from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import add_missing_weights, convert, convert_config
 from glm5_jax.model.ablations.patterns import Pattern, search
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig, choose
+from glm5_jax.training.experiment import choose
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import ScheduleConfig
 
 SEEDS = (0, 1, 2)
@@ -115,7 +115,7 @@ def tiny() -> AttentionKindsStudy:
         dense = retriever.stages(f"{name} {DENSE}", workdir, model, CURRICULUM)
         last = retriever.stage(name, workdir, length, 96, model, peak=1e-3, **retriever.LAST)
         # Other items than those of the dense model's last stage.
-        fresh = dataclasses.replace(last.data.sources[0].tasks, seed=1)
+        fresh = dataclasses.replace(retriever.tasks_of(last), seed=1)
         data = dataclasses.replace(last.data, sources=(TaskSourceConfig(fresh),))
         # No warm-up of the rate, as in DSA's sparse stage, so that all arms have the same.
         schedule = dataclasses.replace(last.schedule, warmup_steps=0)
@@ -161,10 +161,12 @@ def small() -> AttentionKindsStudy:
         task=LongContextTaskConfig(),
     )
     searched = dataclasses.replace(judged, lengths=(16_384,), samples=50, seed=100)
+    index_topk = bases[0].model.index_topk
+    assert index_topk is not None, "the pre-trained model has indexers"
     return AttentionKindsStudy(
         name=name,
         stages=stages,
-        index_topk=bases[0].model.index_topk,
+        index_topk=index_topk,
         warmup_steps=120,
         judged=judged,
         searched=searched,
@@ -206,7 +208,9 @@ def arms(
         GDN: _replace_windows(searched, "gdn"),
         SIMPLE: _replace_windows(searched, "simple_gdn"),
     }
-    tails = {name: (_with_kinds(last, pattern),) for name, pattern in patterns.items()}
+    tails: dict[str, tuple[ExperimentConfig, ...]] = {
+        name: (_with_kinds(last, pattern),) for name, pattern in patterns.items()
+    }
     tails[DSA] = _with_indexers(last, study)
     return {name: Arm(name, (*dense, *tail)) for name, tail in tails.items()}
 
@@ -292,7 +296,7 @@ def solve_rates(
     }
 
 
-def run(runs: AblationRuns, study: AttentionKindsStudy, command: str) -> Finding:
+def compare(runs: AblationRuns, study: AttentionKindsStudy, command: str) -> Finding:
     """Trains the dense models, searches, converts, trains on and compares."""
     # Weights are kept, because every arm starts from the dense model's.
     runs = AblationRuns(runs.workdir, measure=functools.partial(measure, study), keep=True)
@@ -464,10 +468,6 @@ def _verdict(value: Spread, minimum: float) -> str:
     return "met"
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
-    return ablate("attention_kinds", arguments, get_config, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(study: AttentionKindsStudy, workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("attention_kinds", study, workdir, command, compare)

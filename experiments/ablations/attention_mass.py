@@ -1,6 +1,6 @@
 """Measures how much of attention is redundant, how much of it the indexer selects, and the saving (GLM-5 2.1.1).
 
-    python -m experiments.ablations.attention_mass [tiny|small] [WORKDIR]
+    glm5 run attention_mass:tiny --workdir=DIR     # or :small
 
 GLM-5 says that about 90% of the attention entries of long contexts are redundant, and that DSA cuts the computation of
 attention by 1.5 to 2 times on long sequences. Here two models of dense attention get indexers, which train only in
@@ -25,14 +25,13 @@ import functools
 import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from experiments import dsa_warmup, midtrain, pretrain
 from experiments.ablations import retriever
-from experiments.ablations.arms import AblationRuns, Arm, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial, last_stage
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table
 from glm5_jax import presets
@@ -46,8 +45,9 @@ from glm5_jax.evals.ruler import STREAM
 from glm5_jax.metrics import charts
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig, choose
+from glm5_jax.training.experiment import choose
 from glm5_jax.training.flops import forward_flops
+from glm5_jax.training.pretraining import ExperimentConfig
 from pallas_kernels import dsa
 from pallas_kernels.flash_mla import cost as dense_cost
 from pallas_kernels.lightning_indexer import cost as indexer_cost
@@ -144,7 +144,8 @@ def arms(setup: AttentionMassSetup, workdir: str | os.PathLike) -> dict[str, Arm
 
 def measure(setup: AttentionMassSetup, trial: Trial, folder: pathlib.Path) -> dict:
     """Returns {"mass": fields of `evals.attention_mass.Mass` by layer and length}, for the row of a trained arm."""
-    config, tokenizer = trial.stages[-1], Tokenizer.load(folder / "tokenizer")
+    config = last_stage(trial.stages, ExperimentConfig)
+    tokenizer = Tokenizer.load(folder / "tokenizer")
     model = dataclasses.replace(
         config.model, eos_token_id=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id
     )
@@ -170,7 +171,7 @@ def measure(setup: AttentionMassSetup, trial: Trial, folder: pathlib.Path) -> di
     return {"mass": [dataclasses.asdict(m) for m in masses]}
 
 
-def run(runs: AblationRuns, setup: AttentionMassSetup, command: str) -> Finding:
+def compare(runs: AblationRuns, setup: AttentionMassSetup, command: str) -> Finding:
     """Trains both models at all seeds and measures them."""
     runs = AblationRuns(runs.workdir, measure=functools.partial(measure, setup))
     rows = {
@@ -182,100 +183,116 @@ def run(runs: AblationRuns, setup: AttentionMassSetup, command: str) -> Finding:
 
 def finding(setup: AttentionMassSetup, rows: dict[str, list[dict]], command: str) -> Finding:
     """Returns tables, charts and verdicts from the rows of both models by seed, and from shapes."""
-    tables, verdicts, by_k, by_length = [], [], [], []
     masses = {TEXT: setup.mass, RETRIEVER: RETRIEVED}
-    for name, arm_rows in rows.items():
-        config, first_mass = masses[name], arm_rows[0]["mass"]
-        buckets = list(dict.fromkeys((m["start"], m["end"]) for m in first_mass))
-        layers = sorted({m["layer"] for m in first_mass})
-        middle = _middle(config)
-        long = functools.partial(_spread, arm_rows, bucket=buckets[-1])
-        bucket_label = f"{buckets[-1][0]} to {buckets[-1][1] - 1} visible keys"
-        # Tables by layer and by length.
-        tables.append(
-            Table(
-                title=f"{name}: attention by layer, {bucket_label}",
-                columns=_columns("layer", config),
-                rows=tuple(
-                    (str(layer), *_cells(functools.partial(long, layer=layer), config))
-                    for layer in layers
+    measured = [MeasuredModel(name, masses[name], arm_rows) for name, arm_rows in rows.items()]
+    # Counts of FLOPs and bytes, from shapes only.
+    table, chart, counted = flops_finding(presets.glm5())
+    by_k = (model.plot_by_keys() for model in measured)
+    by_length = (model.plot_by_length() for model in measured)
+    return Finding(
+        title="Redundant attention, and what leaving it out saves",
+        command=command,
+        verdicts=(*(text for model in measured for text in model.verdicts()), *counted),
+        tables=(*(part for model in measured for part in model.tables()), table),
+        plots=(*by_k, *by_length, chart),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredModel:
+    """A model with the rows of its seeds.
+
+    Attributes:
+      name: name of the arm.
+      config: measures of its rows.
+      rows: row of each seed.
+    """
+
+    name: str
+    config: MassConfig
+    rows: list[dict]
+
+    @property
+    def buckets(self) -> list[tuple[int, int]]:
+        """The measured ranges of visible keys, (first, end)."""
+        return list(dict.fromkeys((m["start"], m["end"]) for m in self.rows[0]["mass"]))
+
+    @property
+    def last_bucket(self) -> str:
+        """The range with the most keys, as text."""
+        return f"{self.buckets[-1][0]} to {self.buckets[-1][1] - 1} visible keys"
+
+    def spread_of_last(self, *args, **options) -> Spread:
+        """Returns `_spread` of the range with the most keys."""
+        return _spread(self.rows, *args, bucket=self.buckets[-1], **options)
+
+    def tables(self) -> tuple[Table, Table]:
+        """Returns the measures by layer and by length."""
+        config, long = self.config, self.spread_of_last
+        layers = sorted({m["layer"] for m in self.rows[0]["mass"]})
+        by_layer = Table(
+            title=f"{self.name}: attention by layer, {self.last_bucket}",
+            columns=_columns("layer", config),
+            rows=tuple(
+                (str(layer), *_cells(functools.partial(long, layer=layer), config))
+                for layer in layers
+            )
+            + (("all", *_cells(long, config)),),
+            note="Means over queries; ± half of Student's 95% interval over seeds (lowest .. highest).",
+        )
+        by_length = Table(
+            title=f"{self.name}: attention by length, all layers",
+            columns=_columns("visible keys", config),
+            rows=tuple(
+                (
+                    f"{a} to {b - 1}",
+                    *_cells(functools.partial(_spread, self.rows, bucket=(a, b)), config),
                 )
-                + (("all", *_cells(long, config)),),
-                note="Means over queries; ± half of Student's 95% interval over seeds (lowest .. highest).",
-            )
+                for a, b in self.buckets
+            ),
         )
-        tables.append(
-            Table(
-                title=f"{name}: attention by length, all layers",
-                columns=_columns("visible keys", config),
-                rows=tuple(
-                    (
-                        f"{a} to {b - 1}",
-                        *_cells(functools.partial(_spread, arm_rows, bucket=(a, b)), config),
-                    )
-                    for a, b in buckets
-                ),
-            )
-        )
-        for i, level in enumerate(config.levels):
+        return by_layer, by_length
+
+    def verdicts(self) -> list[str]:
+        """Returns the verdicts on redundant keys, and on the keys of the indexer."""
+        long, middle, verdicts = self.spread_of_last, _middle(self.config), []
+        for i, level in enumerate(self.config.levels):
             spared = long("redundant", i)
             met = "met" if spared.mean >= REDUNDANT else "not met"
             verdicts.append(
-                f"{name}, {bucket_label}: {level:.0%} of the attention lies on {long('keys', i):.1f} keys, so "
-                f"{spared:.1%} of the entries are redundant; about {REDUNDANT:.0%}: {met}"
+                f"{self.name}, {self.last_bucket}: {level:.0%} of the attention lies on {long('keys', i):.1f} keys, "
+                f"so {spared:.1%} of the entries are redundant; about {REDUNDANT:.0%}: {met}"
             )
-        k = config.top_k[middle]
+        k = self.config.top_k[middle]
         verdicts.append(
-            f"{name}, {bucket_label}: the indexer's {k} keys hold {long('selected', middle):.1%} of the attention, "
-            f"the best {k} {long('best', middle):.1%}, the last {k} {long('recent', middle):.1%}"
+            f"{self.name}, {self.last_bucket}: the indexer's {k} keys hold {long('selected', middle):.1%} of the "
+            f"attention, the best {k} {long('best', middle):.1%}, the last {k} {long('recent', middle):.1%}"
         )
-        # Charts by number of keys and by length.
-        by_k.append(
-            Plot(
-                charts.line_chart(
-                    [
-                        (
-                            label,
-                            list(config.top_k),
-                            [long(kind, i).mean for i in range(len(config.top_k))],
-                        )
-                        for kind, label in KINDS.items()
-                    ],
-                    x_label="keys",
-                    y_label=f"Share of attention, {name}",
-                ),
-                f"{bucket_label}; mean of layers and seeds.",
-            )
+        return verdicts
+
+    def plot_by_keys(self) -> Plot:
+        """Returns the chart of the shares by number of keys."""
+        counts = list(self.config.top_k)
+        lines = [
+            (label, counts, [self.spread_of_last(kind, i).mean for i in range(len(counts))])
+            for kind, label in KINDS.items()
+        ]
+        chart = charts.line_chart(lines, x_label="keys", y_label=f"Share of attention, {self.name}")
+        return Plot(chart, f"{self.last_bucket}; mean of layers and seeds.")
+
+    def plot_by_length(self) -> Plot:
+        """Returns the chart of the shares by number of visible keys."""
+        middle, ends = _middle(self.config), [end - 1 for _, end in self.buckets]
+        lines = [
+            (label, ends, [_spread(self.rows, kind, middle, bucket=b).mean for b in self.buckets])
+            for kind, label in KINDS.items()
+        ]
+        chart = charts.line_chart(
+            lines,
+            x_label="visible keys, up to",
+            y_label=f"Share of attention in {self.config.top_k[middle]} keys, {self.name}",
         )
-        ends = [end - 1 for _, end in buckets]
-        by_length.append(
-            Plot(
-                charts.line_chart(
-                    [
-                        (
-                            label,
-                            ends,
-                            [_spread(arm_rows, kind, middle, bucket=b).mean for b in buckets],
-                        )
-                        for kind, label in KINDS.items()
-                    ],
-                    x_label="visible keys, up to",
-                    y_label=f"Share of attention in {k} keys, {name}",
-                ),
-                "Mean of layers and seeds.",
-            )
-        )
-    # Counts of FLOPs and bytes, from shapes only.
-    table, chart, counted = flops_finding(presets.glm5())
-    title = "Redundant attention, and what leaving it out saves"
-    plots = (*by_k, *by_length, chart)
-    return Finding(
-        title=title,
-        command=command,
-        verdicts=(*verdicts, *counted),
-        tables=(*tables, table),
-        plots=plots,
-    )
+        return Plot(chart, "Mean of layers and seeds.")
 
 
 def _middle(config: MassConfig) -> int:
@@ -331,25 +348,27 @@ def counts(cfg: ModelConfig, t: int) -> dict[str, tuple[float, float]]:
         cfg.qk_rope_head_dim,
         cfg.v_head_dim,
     )
+    assert cfg.index_topk is not None, "the model has indexers"
     c, k = cfg.kv_lora_rank, min(cfg.index_topk, t)
-    index = {"i": cfg.index_n_heads, "j": cfg.index_head_dim, "k": k}
+    i, j = cfg.index_n_heads, cfg.index_head_dim
     latents = {"b": 1, "t": 1, "n": n, "x": c + r}
     rest = _layer_flops(dense, 1) - 2 * n * (h + r + u)  # a first token attends to itself
-    projections = _layer_flops(sparse, 1) - _layer_flops(dense, 1) - 2 * index["i"] * index["j"]
-    layers = _layer_flops(dense, t), _layer_flops(sparse, t)
+    projections = _layer_flops(sparse, 1) - _layer_flops(dense, 1) - 2 * i * j
+    dense_layer, sparse_layer = _layer_flops(dense, t), _layer_flops(sparse, t)
 
     folds = 2 * c * n * (h + u)
     expanded = dense_cost.forward(1, t, t, n, n, h + r, u, start=0).flops / t + folds
-    chosen = dsa.cost({"t": t, "n": n, "h": h, "r": r, "u": u, "c": c} | index).flops / t
+    sizes = {"t": t, "n": n, "h": h, "r": r, "u": u, "c": c, "i": i, "j": j, "k": k}
+    chosen = dsa.cost(sizes).flops / t
 
     every = dense_cost.forward(**latents, s=t, m=1, y=c + r, start=t - 1, shared=True)
-    scored = indexer_cost.select(b=1, t=1, s=t, **index, start=t - 1)
+    scored = indexer_cost.select(b=1, t=1, s=t, i=i, j=j, k=k, start=t - 1)
     picked = sparse_cost.forward(**latents, k=k, y=c)
     some = scored.flops + picked.flops + projections
     return {
-        "prefill, attention only": tuple(x - rest for x in layers),
+        "prefill, attention only": (dense_layer - rest, sparse_layer - rest),
         "prefill, attention in the kernels": (expanded, chosen + projections),
-        "prefill, whole layer": layers,
+        "prefill, whole layer": (dense_layer, sparse_layer),
         "decode, attention only": (every.flops, some),
         "decode, whole layer": (rest + every.flops, rest + some),
         "decode, bytes of attention": (every.bytes, scored.bytes + picked.bytes),
@@ -415,10 +434,6 @@ def flops_finding(cfg: ModelConfig) -> tuple[Table, Plot, list[str]]:
     return table, Plot(chart, "Ratios of FLOPs, and of bytes where the name says so."), verdicts
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
-    return ablate("attention_mass", arguments, get_config, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(setup: AttentionMassSetup, workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("attention_mass", setup, workdir, command, compare)

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import midtrain, pretrain
 from experiments.ablations import retriever
-from experiments.ablations.arms import Arm, Trial
+from experiments.ablations.arms import Arm, Trial, last_stage
 from experiments.dsa_sparse import sparsify_stage
 from experiments.dsa_warmup import freeze_trunk, make_warmup_schedule
 from glm5_jax.checkpoint import store
@@ -21,8 +21,7 @@ from glm5_jax.data.long_context import TaskSourceConfig
 from glm5_jax.evals.ruler import Ruler, RulerConfig, ruler
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig, SampleConfig
-from glm5_jax.training.pretraining import Setting
+from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig, Setting
 from glm5_jax.training.schedule import ScheduleConfig
 
 DENSE, WARM_UP, FULL = "dense", "warm-up only", "full"
@@ -196,7 +195,8 @@ def score_arm(study: DsaStudy, trial: Trial, folder: pathlib.Path) -> dict:
     Its mean exact retrieval, and for every kind and length of `study.retrieval` which samples it missed, of how many, and
     their hash.
     """
-    stage, tokenizer = trial.stages[-1], Tokenizer.load(folder / "tokenizer")
+    stage = last_stage(trial.stages, ExperimentConfig)
+    tokenizer = Tokenizer.load(folder / "tokenizer")
     ids = {"eos_token_id": tokenizer.eos_ids, "pad_token_id": tokenizer.pad_id}
     model = dataclasses.replace(study.evaluated_model(stage), **ids)
     params = store.load_params(folder, glm5.abstract_params(model))

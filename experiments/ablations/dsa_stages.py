@@ -1,6 +1,6 @@
 """Measures the effect of each stage of the DSA adaptation, and the remaining gap to dense attention (GLM-5 2.1.1).
 
-    python -m experiments.ablations.dsa_stages [tiny|small] [WORKDIR]
+    glm5 run dsa_stages:tiny --workdir=DIR     # or :small
 
 From one trained dense model per seed, all arms train on the same number of tokens:
 
@@ -33,13 +33,12 @@ import math
 import pathlib
 import re
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.ablations.arms import AblationRuns, outcome
+from experiments.ablations.arms import AblationRuns, last_stage, outcome
 from experiments.ablations.command import ablate
 from experiments.ablations.dsa_adaptation import (
     DENSE,
@@ -55,6 +54,7 @@ from experiments.ablations.findings import Finding, Plot, Spread, Table, curves,
 from glm5_jax.evals.ruler import Score, compare
 from glm5_jax.metrics.metrics_log import read
 from glm5_jax.training.experiment import choose
+from glm5_jax.training.pretraining import ExperimentConfig
 
 SEEDS = (0, 1, 2)
 TARGET = 0.005  # of exact retrieval
@@ -112,7 +112,7 @@ def step_of_parity(scores: dict[int, float], dense: dict[int, float]) -> int | N
     return next((s for s in sorted(scores) if s and scores[s] >= dense[s] - TARGET), None)
 
 
-def run(runs: AblationRuns, study: DsaStudy, command: str) -> Finding:
+def compare_stages(runs: AblationRuns, study: DsaStudy, command: str) -> Finding:
     """Trains and compares all arms."""
     study_arms = arms(study, runs.workdir)
     rows, histories = {}, {}
@@ -125,7 +125,7 @@ def run(runs: AblationRuns, study: DsaStudy, command: str) -> Finding:
             read_history(stage_folders[before - 1], stage_folders[before:])
             for stage_folders in folders
         ]
-    tokens = study_arms[DENSE].stages[-1].batch.end
+    tokens = last_stage(study_arms[DENSE].stages, ExperimentConfig).batch.end
     return finding(study, command, rows, histories, tokens)
 
 
@@ -241,8 +241,8 @@ def _percent(spread: Spread) -> Spread:
 
 def _compare_all_samples(ours: list[dict], theirs: list[dict]) -> tuple[float, float, float]:
     """Returns (difference, lower, upper 95% limit) of exact retrieval over the paired samples of all seeds."""
-    ours, theirs = ({k: v for row in rows for k, v in _by_sample(row)} for rows in (ours, theirs))
-    return compare(ours, theirs)["all"]
+    a, b = ({k: v for row in rows for k, v in _by_sample(row)} for rows in (ours, theirs))
+    return compare(a, b)["all"]
 
 
 def _by_sample(row: dict) -> Iterable[tuple[str, Score]]:
@@ -294,13 +294,14 @@ def _stages(rows: dict[str, list[dict]]) -> str:
 
 
 def _tokens_to_parity(name: str, reached: list[int | None], study: DsaStudy, tokens: int) -> str:
-    if None in reached:
-        return f"{name}: within {100 * TARGET:g} points of dense on {len(reached) - reached.count(None)} of {len(reached)} seeds"
+    steps = [step for step in reached if step is not None]
+    if len(steps) < len(reached):
+        return f"{name}: within {100 * TARGET:g} points of dense on {len(steps)} of {len(reached)} seeds"
     warm = {FULL: study.warm_steps, WARM_UP: study.steps}.get(name, 0)
-    sparse = Spread.of(max(0, step - warm) * tokens / 1e3 for step in reached)
+    sparse = Spread.of(max(0, step - warm) * tokens / 1e3 for step in steps)
     return (
         f"{name}: within {100 * TARGET:g} points of dense after "
-        f"{Spread.of(step * tokens / 1e3 for step in reached):.0f} thousand tokens, {sparse:.0f} of them sparse"
+        f"{Spread.of(step * tokens / 1e3 for step in steps):.0f} thousand tokens, {sparse:.0f} of them sparse"
     )
 
 
@@ -315,17 +316,12 @@ def _lines(histories: dict[str, list[History]], of) -> dict[str, list]:
     }
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
+def run(study: DsaStudy, workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
 
     def find(runs: AblationRuns, study: DsaStudy, command: str) -> Finding:
         score = functools.partial(score_arm, study)
-        return run(
-            AblationRuns(runs.workdir, study.evaluator, measure=score, keep=True), study, command
-        )
+        runs = AblationRuns(runs.workdir, study.evaluator, measure=score, keep=True)
+        return compare_stages(runs, study, command)
 
-    return ablate("dsa_stages", arguments, get_config, find)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return ablate("dsa_stages", study, workdir, command, find)

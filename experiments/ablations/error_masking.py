@@ -1,6 +1,6 @@
 """Measures the effect of leaving the assistant's mistakes out of the loss (GLM-5 3.1).
 
-    python -m experiments.ablations.error_masking [tiny|small] [WORKDIR]
+    glm5 run error_masking:tiny --workdir=DIR     # or :small
 
 Two arms are fine-tuned from the same sparse model on the same conversations with tools. In half of them the first call
 is a mistake (an unknown tool, a wrong argument, or arguments that are not an object), which the tool's answer names
@@ -20,7 +20,6 @@ Reported, on held-out questions and calls sampled at temperature 1 and greedily:
 import dataclasses
 import functools
 import pathlib
-import sys
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,7 +28,7 @@ from experiments import sft
 from experiments.ablations.arms import AblationRuns, Arm, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Spread, Table, paired
-from experiments.ablations.finetuned import Assistant, arm, held_out
+from experiments.ablations.finetuned import Assistant, arm, chats_of, held_out
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.conversation import Conversation, parse_line
@@ -45,7 +44,10 @@ SHARE = 0.5  # of the conversations that begin with a mistake
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
     """Returns the variant's arms by name. Raises ValueError, which lists the variants, for an unknown one."""
-    return choose(variant, {size: functools.partial(_arms, size) for size in ("tiny", "small")})
+    return choose(
+        variant,
+        {"tiny": functools.partial(_arms, "tiny"), "small": functools.partial(_arms, "small")},
+    )
 
 
 def _arms(size: str) -> dict[str, Arm]:
@@ -68,7 +70,7 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
     if trial.arm not in (MASKED, UNMASKED):
         return {}
     assistant = Assistant.of(trial, folder)
-    chats = held_out(trial.stages[-1].data.sources[0], QUESTIONS)
+    chats = held_out(chats_of(trial.stages), QUESTIONS)
     mistaken = [c for c in chats if c.mistakes]
     return {
         "drawn": judge_calls(assistant, chats, 1, temperature=1.0, seed=trial.seed),
@@ -86,7 +88,10 @@ def judge_calls(assistant: Assistant, chats: Iterable[Conversation], first: int,
     mistakes, right = [], []
     for chat, answer in zip(chats, answers):
         calls = answer.reply.message.get("tool_calls", [])
-        line = {"messages": [*chat.messages[:1], answer.reply.message], "tools": list(chat.tools)}
+        line = {
+            "messages": [*chat.messages[:1], answer.reply.message],
+            "tools": list(chat.tools or ()),
+        }
         broken = any(call.problem for call in answer.reply.tool_calls)
         mistakes.append(int(broken or bool(calls and parse_line(line).mistakes)))
         wanted = chat.messages[-3]["tool_calls"]
@@ -94,7 +99,7 @@ def judge_calls(assistant: Assistant, chats: Iterable[Conversation], first: int,
     return {"mistakes": mistakes, "right": right}
 
 
-def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+def compare(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and evaluates both arms."""
     rows = {
         name: runs([trained_arm.trial(seed=seed) for seed in SEEDS])
@@ -153,5 +158,6 @@ def _table(rows: dict[str, list[dict]]) -> Table:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(ablate("error_masking", sys.argv[1:], get_config, run, measure=measure))
+def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("error_masking", arms, workdir, command, compare, measure=measure)

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from jax.scipy.special import betainc
@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from glm5_jax.metrics import charts
-from glm5_jax.training import report
+from glm5_jax.metrics import charts, html_page
 
 CONFIDENCE = 0.95
 
@@ -158,19 +157,17 @@ class Finding:
     def write(self, workdir: str | os.PathLike, name: str) -> pathlib.Path:
         """Writes the page and returns its path, `report/NAME.html`, because ablations may share a workdir."""
         path = pathlib.Path(workdir) / "report" / f"{name}.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
         verdicts = "".join(f"<li>{html.escape(text)}</li>" for text in self.verdicts)
-        body = [
-            f"<header><h1>{html.escape(self.title)}</h1><p>{html.escape(self.command)}</p></header>",
+        figures = (html_page.figure(plot.drawing, plot.caption) for plot in self.plots)
+        parts = [
             f"<section><ul>{verdicts}</ul></section>",
-            f'<section class="charts">{"".join(map(_figure, self.plots))}</section>',
+            html_page.chart_section(figures),
             *map(_section, self.tables),
         ]
-        path.write_text(report.page(html.escape(self.title), body))
-        return path
+        return html_page.write(path, self.title, self.command, parts)
 
 
-def curves(arms: dict[str, Sequence[Sequence[Sequence[float]]]], **options) -> str:
+def curves(arms: Mapping[str, Sequence[Sequence[Sequence[float]]]], **options) -> str:
     """Returns a chart of the mean curve of each arm, with a band from its lowest to its highest seed.
 
     Args:
@@ -218,7 +215,7 @@ def by_rate(arms: dict[str, dict[float, float]], **options) -> str:
 
 
 def tuned_plots(
-    arms: dict[str, Sequence[Sequence[Sequence[float]]]],
+    arms: Mapping[str, Sequence[Sequence[Sequence[float]]]],
     losses: dict[str, dict[float, float]],
     **options,
 ) -> tuple[Plot, Plot]:
@@ -234,18 +231,6 @@ def tuned_plots(
     )
 
 
-def _figure(plot: Plot) -> str:
-    caption = f"<figcaption>{html.escape(plot.caption)}</figcaption>" if plot.caption else ""
-    return f"<figure>{plot.drawing}{caption}</figure>"
-
-
 def _section(table: Table) -> str:
-    def row(cells, tag="td"):
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    rows = "".join(map(row, table.rows))
     note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
-    return (
-        f"<section><h2>{html.escape(table.title)}</h2><table>{row(table.columns, 'th')}{rows}"
-        f"</table>{note}</section>"
-    )
+    return html_page.section(table.title, html_page.text_table(table.rows, table.columns) + note)

@@ -6,10 +6,11 @@ In one WORKDIR these ablations train the lifecycle's first stages once for all o
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from experiments import lifecycle
-from experiments.ablations.arms import Arm, Trial
+from experiments.ablations.arms import Arm, Trial, last_stage
 from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.chat_data import ChatSourceConfig
@@ -17,7 +18,8 @@ from glm5_jax.data.conversation import Conversation
 from glm5_jax.evals.chats import Answer, ChatRequest, generate_answers
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig, SampleConfig
+from glm5_jax.training.experiment import StageConfig
+from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig
 
 HELD_OUT = 0.05
 SFT = "sft"  # the lifecycle's stage, which an arm replaces
@@ -38,6 +40,13 @@ def arm(name: str, size: str, config: ExperimentConfig) -> Arm:
 
 def _quiet(stage: ExperimentConfig) -> ExperimentConfig:
     return dataclasses.replace(stage, sample=SampleConfig())
+
+
+def chats_of(stages: Sequence[StageConfig]) -> ChatSourceConfig:
+    """Returns the chats that the last of an arm's or a trial's stages trains on."""
+    source = last_stage(stages, ExperimentConfig).data.sources[0]
+    assert isinstance(source, ChatSourceConfig), f"source {source.name!r} has no chats"
+    return source
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Compares MLA-256 with MLA-192: wider heads, and a third fewer of them (GLM-5 2.1).
 
-    python -m experiments.ablations.mla_heads [tiny|small] [WORKDIR]
+    glm5 run mla_heads:tiny --workdir=DIR     # or :small
 
 GLM-5 widens the query and key heads from 192 to 256 and reduces their number by a third, from 96 to 64. Training is to
 cost the same. Decoding, whose attention multiplies the same latent once per head, is to cost a third less. Here
@@ -17,7 +17,7 @@ counted from the jaxpr of the model's own attention.
 """
 
 import dataclasses
-import sys
+import pathlib
 
 import jax
 
@@ -38,8 +38,9 @@ from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Keys, Queries, mla
 from glm5_jax.parallel.flops import count_flops
-from glm5_jax.training.experiment import ExperimentConfig, choose
+from glm5_jax.training.experiment import choose
 from glm5_jax.training.flops import train_flops
+from glm5_jax.training.pretraining import ExperimentConfig
 
 SEEDS = (0, 1, 2)
 WIDE, NARROW = "MLA-256", "MLA-192"
@@ -102,7 +103,7 @@ def decode_flops(cfg: ModelConfig, length: int) -> int:
         return jax.ShapeDtypeStruct((1, t, *shape), dense.dtype)
 
     def attend(w, q, latent):
-        execution = ExecutionConfig(attention_form="absorbed", kernels="ref")
+        execution = ExecutionConfig(attention_form="absorbed", kernels="xla")
         return mla(w, Queries(q, length, None), Keys(latent, None), dense, execution).y
 
     q = array(1, dense.num_attention_heads, dense.qk_nope_head_dim + r)
@@ -128,7 +129,7 @@ def _train_flops(config: ExperimentConfig, model: ModelConfig) -> float:
     return train_flops(model, config.data.sequence_length, mtp_steps)
 
 
-def run(runs: AblationRuns, config: ExperimentConfig, command: str) -> Finding:
+def compare(runs: AblationRuns, config: ExperimentConfig, command: str) -> Finding:
     """Tunes, trains and compares both variants."""
     tuned, rows = {}, {}
     for name, arm in arms(config).items():
@@ -222,10 +223,6 @@ def _in_flops(row: dict, config: ExperimentConfig, model: ModelConfig):
     return [step * each for step in steps], losses
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
-    return ablate("mla_heads", arguments, get_config, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(config: ExperimentConfig, workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("mla_heads", config, workdir, command, compare)

@@ -1,6 +1,6 @@
 """Compares shared multi-token prediction with a single step and with none (GLM-5 2.1, Table 2).
 
-    python -m experiments.ablations.mtp [tiny|small] [WORKDIR]
+    glm5 run mtp:tiny --workdir=DIR     # or :small
 
 Three arms train the same model on the same batches, with the MTP layer run three times with shared weights, once, or
 left out. Each then continues pieces of held-out text, drafting four tokens at a time, greedily and by sampling at
@@ -11,7 +11,7 @@ shared-3 against 2.55, a ratio of 1.08; the 2.55 are another model's.
 The text is Python's character tables (encodings/*.py of the running Python): templates in which several tokens can be
 predicted, and which two layers learn within minutes (0.50 bits per byte; held-out files share lines with the others).
 On the library's code, at 1.74 bits per byte after 600 steps, the arms did not differ beyond the spread over prompts
-(LOG.md).
+(docs/results/ablations.md).
 
 :tiny    two layers for two CPU cores, 300 steps of 1,024 tokens: nine trainings of a minute or two, drafts included.
 :small   pretrain.py:small for 2,000 steps, on one accelerator; needs your text and tokenizer there.
@@ -19,11 +19,10 @@ On the library's code, at 1.74 bits per byte after 600 steps, the arms did not d
 
 import dataclasses
 import pathlib
-import sys
 import sysconfig
 
 from experiments import pretrain
-from experiments.ablations.arms import AblationRuns, Arm, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial, last_stage
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, paired, verdict
 from glm5_jax import presets
@@ -34,11 +33,12 @@ from glm5_jax.evals.acceptance import AcceptanceConfig, accepted_length, held_ou
 from glm5_jax.metrics import charts
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig, SampleConfig, choose
+from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 SEEDS = (0, 1, 2)
 STEPS = {"shared-3": 3, "single": 1, "none": 0}
@@ -103,13 +103,15 @@ def measure_drafts(trial: Trial, folder: pathlib.Path) -> dict:
 
     {way: length}, and with the suffixes `_interval` and `_kept` the other figures of `Acceptance`.
     """
-    config, tokenizer = trial.stages[-1], Tokenizer.load(folder / "tokenizer")
+    config = last_stage(trial.stages, ExperimentConfig)
+    tokenizer, source = Tokenizer.load(folder / "tokenizer"), config.data.sources[0]
+    assert isinstance(source, SourceConfig), f"source {source.name!r} has no documents"
     model = dataclasses.replace(
         config.model, eos_token_id=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id
     )
     params, row = store.load_params(folder, glm5.abstract_params(model)), {}
     for way, drafting in DRAFTING.items():
-        prompts = held_out_prompts(config.data, config.data.sources[0], tokenizer, drafting)
+        prompts = held_out_prompts(config.data, source, tokenizer, drafting)
         acceptance = accepted_length(params, model, prompts, drafting)
         row[way] = acceptance.length
         row[f"{way}_interval"] = [acceptance.low, acceptance.high]
@@ -117,7 +119,7 @@ def measure_drafts(trial: Trial, folder: pathlib.Path) -> dict:
     return row
 
 
-def run(runs: AblationRuns, config: ExperimentConfig, command: str) -> Finding:
+def compare(runs: AblationRuns, config: ExperimentConfig, command: str) -> Finding:
     """Trains all arms at all seeds, drafts with them and compares them; `runs` calls `measure_drafts`."""
     rows = {
         name: runs([arm.trial(seed=seed) for seed in SEEDS]) for name, arm in arms(config).items()
@@ -190,10 +192,6 @@ def finding(rows: dict[str, list[dict]], command: str) -> Finding:
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
-    return ablate("mtp", arguments, get_config, run, measure=measure_drafts, keep=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(config: ExperimentConfig, workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("mtp", config, workdir, command, compare, measure=measure_drafts, keep=True)

@@ -1,6 +1,6 @@
 """Compares Muon Split with whole-matrix Muon and AdamW on MLA, and with GQA-8 (GLM-5 2.1, Table 1).
 
-    python -m experiments.ablations.muon_split [tiny|small] [WORKDIR]
+    glm5 run muon_split:tiny --workdir=DIR     # or :small
 
 Every optimiser is tuned separately: at least five peak learning rates, a factor of two apart. The grid is extended
 around the best, at most three times, until it is bracketed. AdamW is tuned with two lengths of warm-up too. Each
@@ -14,12 +14,13 @@ and their spread:
 - the loss of MLA with either Muon minus that of grouped-query attention with whole Muon, as in the paper's table
   (8 key and value heads, or half of fewer heads: `presets.ablation`).
 
-:tiny    two layers for two CPU cores, 250 steps of 1,024 tokens: about 50 trainings of half a minute. Results: LOG.md.
+:tiny    two layers for two CPU cores, 250 steps of 1,024 tokens: about 50 trainings of half a minute.
+         Results: docs/results/ablations.md.
 :small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for 2,000 steps, on the data that it names.
 """
 
 import dataclasses
-import sys
+import pathlib
 
 from experiments import pretrain
 from experiments.ablations.arms import (
@@ -43,11 +44,12 @@ from experiments.ablations.findings import (
 )
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
-from glm5_jax.training.experiment import ExperimentConfig, SampleConfig, choose
+from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 SEEDS = (0, 1, 2, 3, 4)
 SHARES = (0.4, 0.6)  # of the steps, for which Muon Split also runs a complete schedule
@@ -141,7 +143,7 @@ def tune_arm(runs: AblationRuns, arm: Arm) -> list[Tuned]:
     return sorted(candidates, key=lambda t: t.loss)
 
 
-def run(runs: AblationRuns, config: ExperimentConfig, command: str) -> Finding:
+def compare(runs: AblationRuns, config: ExperimentConfig, command: str) -> Finding:
     """Tunes, trains and compares all arms."""
     candidates, rows = {}, {}
     for name, arm in arms(config).items():
@@ -251,10 +253,6 @@ def _against_adamw(split, adamw, shorter) -> str:
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
-    return ablate("muon_split", arguments, get_config, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(config: ExperimentConfig, workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("muon_split", config, workdir, command, compare)

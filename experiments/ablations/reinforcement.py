@@ -1,6 +1,6 @@
 """Measures RL after SFT: from a dense and a sparse model, with and without KL, and recovery by distillation.
 
-    python -m experiments.ablations.reinforcement [tiny|small] [WORKDIR]
+    glm5 run reinforcement:tiny --workdir=DIR     # or :small
 
 Source: GLM-5 3.2, 3.5. All arms train one skill by rewards: chains of three values, shorter than those of SFT. Chains
 of five, which the SFT model solves, are the old skill; no RL task has them.
@@ -22,11 +22,10 @@ skill that is restored.
 import dataclasses
 import functools
 import pathlib
-import sys
 
 from experiments import distill, rl_general, rl_reasoning
 from experiments.ablations import sft_attention
-from experiments.ablations.arms import AblationRuns, Arm, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial, last_stage
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
 from experiments.ablations.sft_attention import DENSE, SPARSE
@@ -34,13 +33,13 @@ from experiments.rl_reasoning import TaskWeight
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.rl.config import EvaluationConfig, RlConfig, Teacher
-from glm5_jax.rl.trainers.skill_matrix import skill_matrix
+from glm5_jax.rl.trainers.skill_matrix import evaluate_skills
 from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)
 QUESTIONS = 300
 LONGER = 1.5  # multiple of the steps of rl_reasoning.py: the 40 of :tiny left half of the old skill
-PULLS = {"pulled": 0.04, "pulled a little": 0.004}  # the KL divergence's coefficients
+KL_COEFFICIENTS = {"pulled": 0.04, "pulled a little": 0.004}  # the KL divergence's coefficients
 FALLEN = 0.5  # share of the old skill that must be lost for the target to apply
 RESTORED = 0.8  # share of the loss that distillation must restore
 OLD, NEW = "sft:chain5-seed0", "reasoning:chain3-seed0"
@@ -49,7 +48,10 @@ DISTILLED = "distilled"
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
     """Returns the variant's arms by name. Raises ValueError, which lists the variants, for an unknown one."""
-    return choose(variant, {size: functools.partial(_arms, size) for size in ("tiny", "small")})
+    return choose(
+        variant,
+        {"tiny": functools.partial(_arms, "tiny"), "small": functools.partial(_arms, "small")},
+    )
 
 
 def _arms(size: str) -> dict[str, Arm]:
@@ -67,11 +69,11 @@ def _arms(size: str) -> dict[str, Arm]:
         name: dataclasses.replace(
             learning,
             name=f"rl:{size},{name}",
-            credit=dataclasses.replace(learning.credit, pull="reference"),
+            credit=dataclasses.replace(learning.credit, kl_target="reference"),
             policy=dataclasses.replace(learning.policy, ref_kl=coefficient),
-            teachers=(Teacher(start),),
+            teachers=(Teacher(checkpoint=start),),
         )
-        for name, coefficient in PULLS.items()
+        for name, coefficient in KL_COEFFICIENTS.items()
     }
     distillation = _distillation(
         distill.get_config(size), f"distill:{size},old", start, learning.name
@@ -94,9 +96,9 @@ def _chain(steps: int) -> TaskWeight:
 
 def _distillation(base: RlConfig, name: str, old: str, new: str) -> distill.DistillConfig:
     """Returns a distillation of both skills from the stages of these names; other fields are those of `base`."""
-    teachers = Teacher(old, "sft"), Teacher(new, "reasoning")
-    credit = dataclasses.replace(base.credit, pull="none")
-    changes = {"name": name, "learns": "teachers", "teachers": teachers, "credit": credit}
+    teachers = Teacher(checkpoint=old, origin="sft"), Teacher(checkpoint=new, origin="reasoning")
+    credit = dataclasses.replace(base.credit, kl_target="none")
+    changes = {"name": name, "objective": "teachers", "teachers": teachers, "credit": credit}
     shared = rl_general.shared_fields(base, **changes)
     return distill.DistillConfig(**shared, sft=(_chain(5),), reasoning=(_chain(3),))
 
@@ -105,18 +107,18 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
     """Returns the row's values on both skills, after SFT and after each later stage."""
     first = next(i for i, stage in enumerate(trial.stages) if isinstance(stage, RlConfig)) - 1
     folders = AblationRuns(folder.parent.parent).folders(trial)[first:]
-    stages = dict(zip(("sft", "rl", "distill"), map(str, folders)))
-    evaluation = EvaluationConfig(QUESTIONS, temperature=0.0)
-    last = dataclasses.replace(trial.stages[-1], evaluation=evaluation)
+    stages: dict[str, str] = dict(zip(("sft", "rl", "distill"), map(str, folders)))
+    evaluation = EvaluationConfig(tasks=QUESTIONS, temperature=0.0)
+    last = dataclasses.replace(last_stage(trial.stages, RlConfig), evaluation=evaluation)
     config = _distillation(last, "skills", "sft", "rl")
-    world = config.world()
+    suite = config.make_suite()
     try:
-        return {"skills": skill_matrix(config, world, stages).rewards}
+        return {"skills": evaluate_skills(config, suite, stages).rewards}
     finally:
-        world.close()
+        suite.close()
 
 
-def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+def compare(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and compares all arms."""
     rows, rewards = {}, {}
     for name, arm in arms.items():
@@ -136,7 +138,7 @@ def finding(rows: dict[str, list[dict]], rewards: dict[str, list], command: str)
         command=command,
         verdicts=(
             _restored(rows[DISTILLED]),
-            *(_pull(rows, name) for name in PULLS),
+            *(_pull(rows, name) for name in KL_COEFFICIENTS),
             _attention(rows),
         ),
         tables=(_table(rows),),
@@ -174,7 +176,7 @@ def _pull(rows: dict[str, list[dict]], name: str) -> str:
         paired(*(_of(rows[arm], skill, "rl") for arm in (name, SPARSE))) for skill in (NEW, OLD)
     )
     return (
-        f"{name} ({PULLS[name]}) minus not, in points: the new skill {new:+.1f}, {_effect(new)}; the old one {old:+.1f}, "
+        f"{name} ({KL_COEFFICIENTS[name]}) minus not, in points: the new skill {new:+.1f}, {_effect(new)}; the old one {old:+.1f}, "
         f"{_effect(old)}"
     )
 
@@ -227,5 +229,6 @@ def _table(rows: dict[str, list[dict]]) -> Table:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(ablate("reinforcement", sys.argv[1:], get_config, run, measure=measure, keep=True))
+def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("reinforcement", arms, workdir, command, compare, measure=measure, keep=True)

@@ -21,11 +21,11 @@ from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SHAKESPEARE
 from glm5_jax.data.synthetic import LongContextTaskConfig
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 VOCAB = 320  # few ids, because the output projection dominates the work of such a small model
 ROWS = 64
@@ -117,6 +117,13 @@ def stage(
         train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=steps, keep=1),
     )
     return dataclasses.replace(config, **changes)
+
+
+def tasks_of(config: ExperimentConfig) -> LongContextTaskConfig:
+    """Returns the tasks that a stage of `stage` trains on."""
+    source = config.data.sources[0]
+    assert isinstance(source, TaskSourceConfig), f"stage {config.name!r} does not train on tasks"
+    return source.tasks
 
 
 def stages(

@@ -20,20 +20,28 @@ from glm5_jax.evals.attention_mass import attention_inputs
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import block
 from glm5_jax.model.cache import Cache, init_cache, write
+from glm5_jax.model.context import make_context
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Index, Selection
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import Region
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.mask import visible
 from pallas_kernels.pointwise import rms_norm
-from pallas_kernels.quantized_vectors import quantize_vectors
+from pallas_kernels.quantized_vectors import QuantizedVectors, quantize_vectors
 
 RECALL = 0.95  # the default of lax.approx_max_k
 EXECUTION = ExecutionConfig(remat="none")
 
 # (index, position of the first query among the keys, (segments of queries, of keys), k, random key) -> topk [b t k]
 Rule = Callable[..., jax.Array]
+
+
+def keys_of(index: Index) -> jax.Array:
+    """Returns the keys [b s j] of an index, which no cache of this module holds in 8 bits."""
+    assert not isinstance(index.k, QuantizedVectors), "the rules select from plain keys"
+    return index.k
 
 
 def exact(
@@ -45,7 +53,8 @@ def exact(
 ) -> jax.Array:
     """Selects as the library does: among equal scores, the lower index."""
     q_segments, keys = segments
-    return lightning_indexer(*index, k, start=start, q_segments=q_segments, k_segments=keys)
+    positions = {"start": start, "q_segments": q_segments, "k_segments": keys}
+    return lightning_indexer(index.q, index.w, keys_of(index), k, **positions)
 
 
 def lax_top_k(
@@ -123,7 +132,7 @@ def in_bfloat16(
 ) -> jax.Array:
     """Selects exactly, from queries and keys rounded to bfloat16."""
     half = jnp.bfloat16
-    rounded = Index(index.q.astype(half), index.w, index.k.astype(half))
+    rounded = Index(index.q.astype(half), index.w, keys_of(index).astype(half))
     return exact(rounded, start, segments, k, key)
 
 
@@ -137,7 +146,7 @@ def in_float8(
     """Selects exactly, from queries and keys rounded to FP8, with a scale for each."""
     q_segments, keys = segments
     q, scale = quantize_vectors(index.q, jnp.float8_e4m3fn)
-    idx_k, k_scale = quantize_vectors(index.k, jnp.float8_e4m3fn)
+    idx_k, k_scale = quantize_vectors(keys_of(index), jnp.float8_e4m3fn)
     positions = {"start": start, "q_segments": q_segments, "k_segments": keys}
     return lightning_indexer(q, index.w * scale, idx_k, k, k_scale=k_scale, **positions)
 
@@ -151,7 +160,7 @@ def masked_scores(
     index: Index, start: int | jax.Array, segments: tuple[jax.Array | None, jax.Array | None]
 ) -> jax.Array:
     """Returns wide[b t s] scores, -inf where a key is not visible."""
-    scores = index_scores(*index)
+    scores = index_scores(index.q, index.w, keys_of(index))
     t, s = scores.shape[1:]
     positions = jnp.arange(s, dtype=jnp.int32)
     return jnp.where(visible(start + jnp.arange(t), positions, *segments), scores, -jnp.inf)
@@ -198,19 +207,20 @@ def forward(
     A layer without an indexer uses the selection that it gets, which is how IndexShare works. So each layer's indexer runs
     here, and is removed from the layer.
     """
-    weights = glm5.WeightGatherer(cfg, Region(), EXECUTION)
+    weights = WeightGatherer(cfg, Region(), EXECUTION)
     cache = memory and memory.cache
     first = 0 if cache is None else cache.length
     positions = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, tokens.shape)
-    context, cache = glm5.make_context(positions, None, cache, cfg, EXECUTION, Region())
+    context, cache = make_context(positions, None, cache, cfg, EXECUTION, Region())
     x, layer_caches, idx_keys, topks = vocabulary.embed(params, weights, tokens), [], [], []
     for name, layers in glm5.stacks(cfg):
         for layer, w in zip(layers, params[name]):
             w = weights(name, w, sliced=True)
             index = attention_inputs(w, x, context).index
+            assert index is not None, "every layer has an indexer"
             if memory is not None:
-                idx_k = write(memory.idx_k[layer], index.k, context.start)
+                idx_k = write(memory.idx_k[layer], keys_of(index), context.start)
                 index = index._replace(k=idx_k)
                 idx_keys.append(idx_k)
             segments = context.segments, context.key_segments
@@ -227,7 +237,8 @@ def forward(
     hidden = rms_norm(x, norm, cfg.rms_norm_eps)
     logits = jnp.einsum("btd,dv->btv", hidden, vocabulary.head_weight(params, weights))
     if memory is not None:
-        cache = cache._replace(layers=tuple(layer_caches), length=first + tokens.shape[1])
+        length = first + tokens.shape[1]
+        cache = memory.cache._replace(layers=tuple(layer_caches), length=length)
         memory = Memory(cache, tuple(idx_keys))
     return Pass(logits, jnp.stack(topks), memory)
 

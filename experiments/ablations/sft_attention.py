@@ -1,6 +1,6 @@
 """Compares SFT of a dense and of a sparse model on identical data (GLM-5, Figure 6).
 
-    python -m experiments.ablations.sft_attention [tiny|small] [WORKDIR]
+    glm5 run sft_attention:tiny --workdir=DIR     # or :small
 
 Both arms start from the dense model of a lifecycle after mid-training. One goes through the indexers' warm-up and the
 sparse stage. The other trains dense on the same batches as the sparse stage. Then both are fine-tuned, dense and
@@ -13,7 +13,7 @@ held-out loss at the end, for all seeds; each seed has its own conversations.
 
 import dataclasses
 import functools
-import sys
+import pathlib
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,7 +33,10 @@ DENSE, SPARSE = "dense", "sparse"
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
     """Returns the variant's arms by name. Raises ValueError, which lists the variants, for an unknown one."""
-    return choose(variant, {size: functools.partial(_arms, size) for size in ("tiny", "small")})
+    return choose(
+        variant,
+        {"tiny": functools.partial(_arms, "tiny"), "small": functools.partial(_arms, "small")},
+    )
 
 
 def _arms(size: str) -> dict[str, Arm]:
@@ -57,7 +60,7 @@ def dense(stage: StageConfig) -> StageConfig:
     )
 
 
-def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+def compare(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and compares both arms."""
     rows, losses = {}, {}
     for name, trained_arm in arms.items():
@@ -69,7 +72,7 @@ def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
 
 def running_mean(values: ArrayLike, window: int = WINDOW) -> np.ndarray:
     """Returns the means of each window of neighbouring values."""
-    return np.convolve(values, np.ones(window) / window, "valid")
+    return np.convolve(np.asarray(values), np.ones(window) / window, "valid")
 
 
 def finding(rows: dict[str, list[dict]], losses: dict[str, list], command: str) -> Finding:
@@ -133,5 +136,6 @@ def finding(rows: dict[str, list[dict]], losses: dict[str, list], command: str) 
     )
 
 
-if __name__ == "__main__":
-    sys.exit(ablate("sft_attention", sys.argv[1:], get_config, run))
+def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("sft_attention", arms, workdir, command, compare)

@@ -1,8 +1,8 @@
 """Trains on samples that are 0, 4 and 16 steps old, with different masks of the importance ratio (GLM-5 4.1.2).
 
-    python -m experiments.ablations.stale_policies [tiny|chains] [WORKDIR]
+    glm5 run stale_policies:tiny --workdir=DIR     # or :chains
 
-The policy of rl_reasoning.py:addition learns to add from rewards, with the trainer of the asynchronous system. Hub and
+The policy of rl_reasoning.py:addition learns to add from rewards, with the trainer of the asynchronous system. Orchestrator and
 engine are in the same process (rl/trainers/in_process.py), so that samples are as old as allowed and nothing depends on a clock.
 All batches have this age except the first ones, before which there were no updates.
 
@@ -23,18 +23,17 @@ import dataclasses
 import itertools
 import os
 import pathlib
-import sys
 from collections.abc import Iterable, Sequence
 
 from experiments import rl_general, rl_reasoning
-from experiments.ablations.arms import AblationRuns, Arm, Trial, after_sft
+from experiments.ablations.arms import AblationRuns, Arm, Trial, after_sft, last_stage
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
-from experiments.rl_reasoning import TaskWeight, Verifiers, make_world
+from experiments.rl_reasoning import TaskWeight, Verifiers, make_task_suite
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.metrics.metrics_log import column, read
-from glm5_jax.rl.trainers.async_trainer import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.trainers.in_process import InProcess
+from glm5_jax.rl.trainers.async_trainer import AsyncRlConfig, AsyncRlTrainer
+from glm5_jax.rl.trainers.in_process import InProcessOrchestrator
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.stages import Stage
@@ -48,7 +47,7 @@ TAIL = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class StaleConfig(AsynchronousConfig):
+class StaleConfig(AsyncRlConfig):
     """Configuration of training on old samples.
 
     Attributes:
@@ -70,14 +69,21 @@ class StaleConfig(AsynchronousConfig):
         evaluator: object = None,
         previous_stage: Stage | None = None,
         **options,
-    ) -> Asynchronous:
+    ) -> AsyncRlTrainer:
         del evaluator
         kinds = {share.name: share.tasks_of() for share in self.tasks}
-        world = make_world(self, kinds, Verifiers(VerifierConfig(), self.partial_credit))
+        suite = make_task_suite(self, kinds, Verifiers(VerifierConfig(), self.partial_credit))
         path = self.tokenizer
-        hub = InProcess(self, world, Tokenizer.load(path) if path else Tokenizer.default())
-        return Asynchronous(
-            self, workdir, hub, hub.pusher, previous_stage=previous_stage, **options
+        orchestrator = InProcessOrchestrator(
+            self, suite, Tokenizer.load(path) if path else Tokenizer.default()
+        )
+        return AsyncRlTrainer(
+            self,
+            workdir,
+            orchestrator,
+            orchestrator.pusher,
+            previous_stage=previous_stage,
+            **options,
         )
 
 
@@ -119,14 +125,14 @@ def _arms(
                 base,
                 name=f"stale:{name}",
                 policy=dataclasses.replace(base.policy, correction=LOSSES[loss]),
-                agreement=dataclasses.replace(base.agreement, attempts=0),
+                mismatch=dataclasses.replace(base.mismatch, attempts=0),
             ),
             tasks=base.tasks,
             partial_credit=base.partial_credit,
             max_staleness=age,
             max_running=(age + 1) * base.rollout.prompts,
             # One optimiser state in all arms, because resets of the moments would hide the effect of age.
-            new_moments=False,
+            reset_optimizer=False,
         )
         arms_by_name[name] = Arm(name, (stage,))
     return arms_by_name
@@ -142,23 +148,22 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
         return sum(last_values) / len(last_values)
 
     return {
-        "right": end(trial.stages[-1].right_metric),
-        "apart": end("policy/mismatch"),
-        "masked": end("policy/below") + end("policy/above"),
+        "right": end(last_stage(trial.stages, StaleConfig).right_metric),
+        "apart": end("policy/abs_logratio"),
+        "masked": end("policy/clip_frac_low") + end("policy/clip_frac_high"),
         "age": end("policy/staleness_mean"),
     }
 
 
-def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+def compare(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and compares all arms."""
     rows, right = {}, {}
     for name, arm in arms.items():
         arm = after_sft(arm, runs.workdir) if arm.stages[0].requires_checkpoint else arm
         trials = [arm.trial(seed=seed) for seed in SEEDS]
         rows[name] = runs(trials)
-        right[name] = [
-            column(read(runs.folders(trial)[-1]), trial.stages[-1].right_metric) for trial in trials
-        ]
+        metric = last_stage(arm.stages, StaleConfig).right_metric
+        right[name] = [column(read(runs.folders(trial)[-1]), metric) for trial in trials]
     return finding(rows, right, command)
 
 
@@ -219,5 +224,6 @@ def _table(rows: dict[str, list[dict]], losses: Sequence[str], ages: Sequence[in
     )
 
 
-if __name__ == "__main__":
-    sys.exit(ablate("stale_policies", sys.argv[1:], get_config, run, measure=measure))
+def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("stale_policies", arms, workdir, command, compare, measure=measure)

@@ -1,6 +1,6 @@
 """Compares training on sampled token ids with training on re-encoded text (GLM-5 4.1.2).
 
-    python -m experiments.ablations.text_in_text_out [tiny|tools] [WORKDIR]
+    glm5 run text_in_text_out:tiny --workdir=DIR     # or :tools
 
 An agent exchanges messages, and a trainer that has only the messages renders the chat and encodes it again. A policy
 does not always sample the tokens that an encoder would choose for its text, nor text that a chat reproduces.
@@ -29,7 +29,6 @@ learner's log-probs and those of the record; the reward at the end.
 import dataclasses
 import os
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,15 +39,15 @@ from experiments import rl_general, rl_reasoning
 from experiments.ablations.arms import AblationRuns, Arm, Trial, after_sft
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired, verdict
-from experiments.rl_reasoning import DIGITS, TaskWeight, Verifiers, make_world
+from experiments.rl_reasoning import DIGITS, TaskWeight, Verifiers, make_task_suite
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.rl.algorithm.losses import PolicyLoss
 from glm5_jax.rl.config import EvaluationConfig
-from glm5_jax.rl.trainers.async_trainer import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.trainers.in_process import InProcess
-from glm5_jax.rl.trainers.sync_trainer import World
+from glm5_jax.rl.trainers.async_trainer import AsyncRlConfig, AsyncRlTrainer
+from glm5_jax.rl.trainers.in_process import InProcessOrchestrator
+from glm5_jax.rl.trainers.sync_trainer import TaskSuite
 from glm5_jax.rl.trajectory import Group
 from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.text.chat import render_chat
@@ -66,7 +65,7 @@ EXACT_LOGP = 1e-3  # nats; float32 rounding between engine and learner is smalle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig(AsynchronousConfig):
+class TextConfig(AsyncRlConfig):
     """Configuration of training on token ids or on re-encoded text.
 
     Attributes:
@@ -103,8 +102,8 @@ class TextConfig(AsynchronousConfig):
     ) -> "TextTrainer":
         del evaluator
         kinds = {share.name: share.tasks_of() for share in self.tasks}
-        world = make_world(self, kinds, Verifiers(VerifierConfig(), self.partial_credit))
-        return TextTrainer(self, workdir, world, previous_stage=previous_stage, **options)
+        suite = make_task_suite(self, kinds, Verifiers(VerifierConfig(), self.partial_credit))
+        return TextTrainer(self, workdir, suite, previous_stage=previous_stage, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ class LearnerLogpLoss(PolicyLoss):
     """Policy loss with the learner's log-probs in place of the engine's, as if its weights had sampled."""
 
     def __call__(self, logp, streams) -> tuple[dict, dict]:
-        return super().__call__(logp, streams | {"rollout_logp": lax.stop_gradient(logp)})
+        return super().__call__(logp, {**streams, "rollout_logp": lax.stop_gradient(logp)})
 
 
 class ReencodingCounts(NamedTuple):
@@ -129,20 +128,20 @@ class ReencodingCounts(NamedTuple):
     other_tokens: int
 
 
-class ReencodedRollouts(InProcess):
+class ReencodedRollouts(InProcessOrchestrator):
     """Rollouts whose chats are encoded again.
 
     Attributes:
       metrics: of the last attempts, the shares of replies and tokens that differ.
     """
 
-    def __init__(self, config: TextConfig, world: World, tokenizer: Tokenizer):
-        super().__init__(config, world, tokenizer)
+    def __init__(self, config: TextConfig, suite: TaskSuite, tokenizer: Tokenizer):
+        super().__init__(config, suite, tokenizer)
         self._config_and_tokenizer = config, tokenizer
         self.reencoding_shares: dict[str, float] = {}
 
-    def attempts(self, tasks: Sequence[Task], first: int) -> list[Group]:
-        groups, counts = super().attempts(tasks, first), []
+    def sample_judged_groups(self, tasks: Sequence[Task], first: int) -> list[Group]:
+        groups, counts = super().sample_judged_groups(tasks, first), []
         for group in groups:
             reencoded = [
                 reencode(group.task, attempt, record, *self._config_and_tokenizer)
@@ -192,6 +191,7 @@ def reencode(
     new = [
         np.flatnonzero(owner == i) for i in message_indices if messages[i]["role"] == "assistant"
     ]
+    assert record.rollout_logp is not None and record.weight_version is not None, "it was sampled"
     # Move the log-probs of each reply to its new ids, and count the differences.
     logp = np.full(len(ids), np.nan, np.float32)
     version = np.full(len(ids), -1, np.int32)
@@ -222,25 +222,25 @@ def _runs(mask: np.ndarray) -> list[np.ndarray]:
     return np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
 
 
-class TextTrainer(Asynchronous):
+class TextTrainer(AsyncRlTrainer):
     """Trainer that also logs what changes in ids and log-probs between sampling and training."""
 
-    def __init__(self, config: TextConfig, workdir, world: World, **options):
-        self._world = world
+    def __init__(self, config: TextConfig, workdir, suite: TaskSuite, **options):
+        self._suite, self._compare_interval = suite, config.compare_interval
         path = config.tokenizer
         tokenizer = Tokenizer.load(path) if path else Tokenizer.default()
-        self._reencoded = ReencodedRollouts(config, world, tokenizer)
+        self._reencoded = ReencodedRollouts(config, suite, tokenizer)
         super().__init__(config, workdir, self._reencoded, self._reencoded.pusher, **options)
 
     def _train(self, stop) -> None:
         try:
             super()._train(stop)
         finally:
-            self._world.close()
+            self._suite.close()
 
     def _update(self, state: dict, batch: dict) -> tuple[dict, dict]:
         text_metrics = dict(self._reencoded.reencoding_shares)
-        if self._batches.step % self.config.compare_interval == 0:
+        if self._batches.step % self._compare_interval == 0:
             # Before the step, which donates the weights.
             logp = np.asarray(self._step.score(state["params"], batch))
             differences = np.abs(logp - np.asarray(batch["rollout_logp"]))
@@ -280,12 +280,12 @@ def _tools() -> dict[str, Arm]:
 
 def _arms(base: rl_reasoning.ReasoningConfig, **more) -> dict[str, Arm]:
     options = {
-        "agreement": dataclasses.replace(base.agreement, attempts=0),
+        "mismatch": dataclasses.replace(base.mismatch, attempts=0),
         "tasks": base.tasks,
         "partial_credit": base.partial_credit,
         "max_staleness": 0,
         "max_running": base.rollout.prompts,
-        "new_moments": False,
+        "reset_optimizer": False,
         **more,
     }
     return {
@@ -335,7 +335,9 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
 
     return {
         "worth": end("reward/mean"),
-        "masked": float(np.mean(all_of("policy/below")) + np.mean(all_of("policy/above"))),
+        "masked": float(
+            np.mean(all_of("policy/clip_frac_low")) + np.mean(all_of("policy/clip_frac_high"))
+        ),
         "apart": float(np.mean(all_of("text/apart"))),
         "apart_max": float(np.max(all_of("text/apart_max"))),
         **{name: float(np.mean(all_of(f"text/{name}"))) for name in ("replies", "tokens")},
@@ -343,7 +345,7 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
     }
 
 
-def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+def compare(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and compares all arms."""
     rows, rewards, others = {}, {}, {}
     for name, arm in arms.items():
@@ -461,5 +463,6 @@ def _table(rows: dict[str, list[dict]]) -> Table:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(ablate("text_in_text_out", sys.argv[1:], get_config, run, measure=measure))
+def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("text_in_text_out", arms, workdir, command, compare, measure=measure)

@@ -1,6 +1,6 @@
 """Measures the benefit and the cost of thinking in each of the three modes on held-out questions (GLM-5 3.1).
 
-    python -m experiments.ablations.thinking [tiny|small] [WORKDIR]
+    glm5 run thinking:tiny --workdir=DIR     # or :small
 
 Arms are the kinds of experiments/sft.py, fine-tuned from the same sparse model of a lifecycle (trained first, once for
 all arms and seeds). Questions are chains of sums and products modulo ten; an answer is right or not.
@@ -18,8 +18,7 @@ all arms and seeds). Questions are chains of sums and products modulo ten; an an
 
 import functools
 import pathlib
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -27,11 +26,11 @@ from experiments import sft
 from experiments.ablations.arms import AblationRuns, Arm, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Spread, Table, paired
-from experiments.ablations.finetuned import Assistant, arm, held_out
+from experiments.ablations.finetuned import Assistant, arm, chats_of, held_out
 from glm5_jax.data.conversation import Conversation
 from glm5_jax.evals.chats import Answer, ChatRequest
 from glm5_jax.text.thinking import request_options
-from glm5_jax.training.experiment import ExperimentConfig, choose
+from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)
 QUESTIONS = 600
@@ -46,19 +45,18 @@ def get_config(variant: str = "tiny") -> dict[str, Arm]:
         kinds = (TURN_LEVEL, PRESERVED, INTERLEAVED)
         return {kind: arm(kind, size, sft.get_config(f"{size},{kind}")) for kind in kinds}
 
-    return choose(variant, {size: functools.partial(arms, size) for size in ("tiny", "small")})
-
-
-def questions(config: ExperimentConfig) -> tuple[Conversation, ...]:
-    """Returns the held-out conversations of an arm."""
-    return held_out(config.data.sources[0], QUESTIONS)
+    return choose(
+        variant,
+        {"tiny": functools.partial(arms, "tiny"), "small": functools.partial(arms, "small")},
+    )
 
 
 def measure(trial: Trial, folder: pathlib.Path) -> dict:
     """Returns the row's values on an arm's replies."""
     if trial.arm not in (TURN_LEVEL, PRESERVED, INTERLEAVED):
         return {}
-    assistant, chats = Assistant.of(trial, folder), questions(trial.stages[-1])
+    assistant = Assistant.of(trial, folder)
+    chats = held_out(chats_of(trial.stages), QUESTIONS)
     if trial.arm == TURN_LEVEL:
         return {
             name: ask_assistant(assistant, chats, think)
@@ -90,7 +88,7 @@ def ask_assistant(assistant: Assistant, chats: Iterable[Conversation], think: bo
     }
 
 
-def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -> list[dict]:
+def _conversed(assistant: Assistant, chats: Sequence[Conversation], mode: str) -> list[dict]:
     """Returns measurements by turn of conversations in which the model's own replies are the context."""
     histories = [list(c.messages[:1]) for c in chats]
     before, turns = None, []
@@ -129,12 +127,11 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+def compare(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and evaluates all arms."""
     for trained_arm in arms.values():
-        questions(
-            trained_arm.stages[-1]
-        )  # raises an error before any training if there are too few
+        # Raises an error before any training if there are too few.
+        held_out(chats_of(trained_arm.stages), QUESTIONS)
     rows = {
         name: runs([trained_arm.trial(seed=seed) for seed in SEEDS])
         for name, trained_arm in arms.items()
@@ -266,5 +263,6 @@ def _turn_table(turns: dict[str, list[dict]]) -> Table:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(ablate("thinking", sys.argv[1:], get_config, run, measure=measure))
+def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("thinking", arms, workdir, command, compare, measure=measure)

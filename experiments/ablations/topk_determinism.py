@@ -1,6 +1,6 @@
 """Measures how nondeterministic key selection changes log-probabilities in RL (GLM-5 3.2).
 
-    python -m experiments.ablations.topk_determinism [tiny|small] [WORKDIR]
+    glm5 run topk_determinism:tiny --workdir=DIR     # or :small
 
 In GLM-5's RL a nondeterministic top-k broke training within a few steps; torch.topk in the training engine repaired
 it. Here the retriever of retriever.py is adapted to sparse attention (warm-up, then the sparse stage), and answers
@@ -33,18 +33,16 @@ import dataclasses
 import functools
 import os
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import PyTree
-from numpy.typing import ArrayLike
 
 from experiments import dsa_sparse, dsa_warmup
 from experiments.ablations import retriever
-from experiments.ablations.arms import AblationRuns, Arm, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial, last_stage
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table
 from experiments.ablations.selection_rules import (
@@ -72,6 +70,7 @@ from glm5_jax.metrics import charts
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
+from glm5_jax.training.pretraining import ExperimentConfig
 
 SEEDS = (0, 1, 2)
 QUANTILES = tuple(i / 20 for i in range(21))
@@ -163,7 +162,7 @@ RULES: dict[str, tuple[Rule, Rule]] = {
 
 def compare_rules(
     params: PyTree,
-    tokens: jax.Array,
+    tokens: np.ndarray,
     is_answer: np.ndarray,
     cfg: ModelConfig,
     capacity: int,
@@ -171,7 +170,8 @@ def compare_rules(
 ) -> dict[str, dict]:
     """Returns {rule: differences} on rows int32[b t]; is_answer bool[b t]: the answers' tokens. params: unstacked."""
     keys = jax.random.split(key, 4)
-    exact_pass = rollout(params, tokens, cfg, exact, keys[0], capacity)
+    rows = jnp.asarray(tokens)
+    exact_pass = rollout(params, rows, cfg, exact, keys[0], capacity)
     # Token t is predicted at t - 1.
     answers, is_answer_target = tokens[:, 1:], np.asarray(is_answer)[:, 1:]
     sampled = jax.random.categorical(keys[3], exact_pass.logits[:, :-1])
@@ -184,8 +184,8 @@ def compare_rules(
 
     results = {}
     for name, (in_training, in_rollout) in RULES.items():
-        passes = [train(params, tokens, cfg, in_training, k) for k in keys[:2]]
-        rolled = rollout(params, tokens, cfg, in_rollout, keys[2], capacity)
+        passes = [train(params, rows, cfg, in_training, k) for k in keys[:2]]
+        rolled = rollout(params, rows, cfg, in_rollout, keys[2], capacity)
         ours, again, theirs = map(logp, (*passes, rolled))
         differences = np.abs(ours - theirs).astype(np.float64)
         argmax = np.asarray(jnp.argmax(rolled.logits[:, :-1], axis=-1))
@@ -203,13 +203,13 @@ def compare_rules(
     return results
 
 
-def differing_share(one: ArrayLike, other: ArrayLike) -> float:
+def differing_share(one: jax.Array | np.ndarray, other: jax.Array | np.ndarray) -> float:
     """Returns the share of queries whose sets topk int32[l b t k] differ, among those that leave keys out."""
     k = one.shape[-1]
     return float(np.mean(np.any(np.asarray(one) != np.asarray(other), axis=-1)[:, :, k:]))
 
 
-def shared_keys(topk: ArrayLike, right: ArrayLike) -> float:
+def shared_keys(topk: jax.Array | np.ndarray, right: jax.Array | np.ndarray) -> float:
     """Returns the mean share of the keys right int32[l b t k] that are in topk, over queries that leave keys out."""
     k = topk.shape[-1]
     a, b = (np.asarray(x)[:, :, k:] for x in (topk, right))
@@ -237,13 +237,13 @@ def share_of_ties(params: PyTree, tokens: jax.Array, cfg: ModelConfig) -> dict[s
 
 def measure(setup: TopkSetup, trial: Trial, folder: pathlib.Path) -> dict:
     """Returns the row of the trained model: "rules" of `compare_rules`, and "tied"."""
-    config, tokenizer = trial.stages[-1], Tokenizer.load(folder / "tokenizer")
+    config = last_stage(trial.stages, ExperimentConfig)
+    tokenizer = Tokenizer.load(folder / "tokenizer")
     cfg = dataclasses.replace(
         config.model, eos_token_id=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id
     )
     params = store.load_params(folder, glm5.abstract_params(cfg))
-    source = config.data.sources[0]
-    tasks = LongContextTasks(source.tasks, tokenizer, stream=STREAM)
+    tasks = LongContextTasks(retriever.tasks_of(config), tokenizer, stream=STREAM)
     records = [tasks[i] for i in range(setup.rows)]
     tokens = np.stack([record.token_ids for record in records])
     is_answer = np.stack([record.loss_mask for record in records]) > 0
@@ -254,7 +254,7 @@ def measure(setup: TopkSetup, trial: Trial, folder: pathlib.Path) -> dict:
     return {"rules": differences, "tied": ties}
 
 
-def run(runs: AblationRuns, setup: TopkSetup, command: str) -> Finding:
+def compare(runs: AblationRuns, setup: TopkSetup, command: str) -> Finding:
     """Trains the model at all seeds and compares the rules."""
     runs = AblationRuns(runs.workdir, measure=functools.partial(measure, setup))
     trained = arm(setup, runs.workdir)
@@ -263,16 +263,32 @@ def run(runs: AblationRuns, setup: TopkSetup, command: str) -> Finding:
 
 def finding(setup: TopkSetup, rows: list[dict], command: str) -> Finding:
     """Returns tables, chart and verdicts from the rows of all seeds."""
-    names = list(rows[0]["rules"])
+    return Finding(
+        title="Deterministic selection",
+        command=command,
+        verdicts=(*_rule_verdicts(rows), _ties_verdict(rows)),
+        tables=(_selections(setup, rows), _log_probs(rows)),
+        plots=(
+            Plot(
+                _quantiles(rows),
+                f"Quantiles, mean over the seeds; what is below {CHART_MIN:g} is drawn there.",
+            ),
+        ),
+    )
 
-    def spread(name: str, field: str) -> Spread:
-        return Spread.of(row["rules"][name][field] for row in rows)
 
-    def largest(name: str, field: str) -> float:
-        return max(row["rules"][name][field] for row in rows)
+def _spread(rows: list[dict], name: str, field: str) -> Spread:
+    return Spread.of(row["rules"][name][field] for row in rows)
 
-    # Tables of selections and of log-probabilities by rule.
-    sets = Table(
+
+def _largest(rows: list[dict], name: str, field: str) -> float:
+    return max(row["rules"][name][field] for row in rows)
+
+
+def _selections(setup: TopkSetup, rows: list[dict]) -> Table:
+    """Returns the table of differing selections by rule."""
+    fields = ("twice", "rolled", "held", "solved")
+    return Table(
         title=f"{setup.name}: selections of {setup.top_k} keys that differ",
         columns=(
             "rule",
@@ -282,16 +298,17 @@ def finding(setup: TopkSetup, rows: list[dict], command: str) -> Finding:
             "solved",
         ),
         rows=tuple(
-            (
-                name,
-                *(f"{spread(name, field):.2%}" for field in ("twice", "rolled", "held", "solved")),
-            )
-            for name in names
+            (name, *(f"{_spread(rows, name, field):.2%}" for field in fields))
+            for name in rows[0]["rules"]
         ),
         note="Of queries that leave keys out, all layers; mean ± half of Student's 95% interval over seeds "
         "(lowest .. highest). Solved: answers that are a rollout's most likely token.",
     )
-    logs = Table(
+
+
+def _log_probs(rows: list[dict]) -> Table:
+    """Returns the table of differences of log-probabilities by rule."""
+    return Table(
         title="Log-probabilities of sampled answers, nats",
         columns=(
             "rule",
@@ -303,19 +320,22 @@ def finding(setup: TopkSetup, rows: list[dict], command: str) -> Finding:
         rows=tuple(
             (
                 name,
-                f"{largest(name, 'twice_logp'):.2g}",
-                f"{spread(name, 'mean_logp'):.2g}",
-                f"{largest(name, 'max_logp'):.2g}",
-                f"{spread(name, 'clipped'):.2%}",
+                f"{_largest(rows, name, 'twice_logp'):.2g}",
+                f"{_spread(rows, name, 'mean_logp'):.2g}",
+                f"{_largest(rows, name, 'max_logp'):.2g}",
+                f"{_spread(rows, name, 'clipped'):.2%}",
             )
-            for name in names
+            for name in rows[0]["rules"]
         ),
         note="Absolute differences.",
     )
-    # Verdicts on the exact rule, then on the others relative to it.
+
+
+def _rule_verdicts(rows: list[dict]) -> list[str]:
+    """Returns the verdicts on the exact rule, then on the others relative to it."""
     right = "exact"
-    same = largest(right, "twice") == 0 and largest(right, "twice_logp") == 0
-    below = spread(right, "mean_logp").mean < GATE
+    same = _largest(rows, right, "twice") == 0 and _largest(rows, right, "twice_logp") == 0
+    difference = _spread(rows, right, "mean_logp")
     verdicts = [
         "exact rule, two training passes: "
         + (
@@ -323,41 +343,41 @@ def finding(setup: TopkSetup, rows: list[dict], command: str) -> Finding:
             if same
             else "they differ: not met"
         ),
-        f"exact rule, training to rollout: {spread(right, 'rolled'):.3%} of the sets differ, mean "
-        f"difference {spread(right, 'mean_logp'):.2g} nats; below {GATE:g}: {'met' if below else 'not met'}",
+        f"exact rule, training to rollout: {_spread(rows, right, 'rolled'):.3%} of the sets differ, mean "
+        f"difference {difference:.2g} nats; below {GATE:g}: {'met' if difference.mean < GATE else 'not met'}",
     ]
-    for name in names[1:]:
-        times = spread(name, "mean_logp").mean / max(spread(right, "mean_logp").mean, 1e-12)
+    for name in list(rows[0]["rules"])[1:]:
+        times = _spread(rows, name, "mean_logp").mean / max(difference.mean, 1e-12)
         verdicts.append(
-            f"{name}: {spread(name, 'rolled').mean:.2%} of the sets differ between training and rollout, "
+            f"{name}: {_spread(rows, name, 'rolled').mean:.2%} of the sets differ between training and rollout, "
             f"mean difference of log-probabilities {times:.3g} times the exact rule's"
         )
+    return verdicts
+
+
+def _ties_verdict(rows: list[dict]) -> str:
     ties = {d: Spread.of(row["tied"][d] for row in rows) for d in rows[0]["tied"]}
-    verdicts.append(
+    return (
         "equal scores at the cut: "
         + ", ".join(f"{share:.2%} of the queries in {dtype}" for dtype, share in ties.items())
         + "; chance can choose only between those"
     )
-    # Quantiles of the differences by rule.
-    chart = charts.line_chart(
+
+
+def _quantiles(rows: list[dict]) -> str:
+    """Returns the chart of the quantiles of the differences by rule."""
+    return charts.line_chart(
         [
             (
                 name,
                 [100 * q for q in QUANTILES],
                 _above(row["rules"][name]["quantiles"] for row in rows),
             )
-            for name in names
+            for name in rows[0]["rules"]
         ],
         x_label="percent of the sampled tokens",
         y_label="Difference of log-probabilities, training to rollout",
         log=True,
-    )
-    title = "Deterministic selection"
-    plots = (
-        Plot(chart, f"Quantiles, mean over the seeds; what is below {CHART_MIN:g} is drawn there."),
-    )
-    return Finding(
-        title=title, command=command, verdicts=tuple(verdicts), tables=(sets, logs), plots=plots
     )
 
 
@@ -366,10 +386,6 @@ def _above(quantiles) -> list[float]:
     return np.maximum(np.mean([*quantiles], axis=0), CHART_MIN).tolist()
 
 
-def main(arguments: list[str]) -> int:
-    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
-    return ablate("topk_determinism", arguments, get_config, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(setup: TopkSetup, workdir: pathlib.Path, command: str) -> int:
+    """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
+    return ablate("topk_determinism", setup, workdir, command, compare)

@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glm5_jax.agents.context import CONTEXTS, TokenCounter
 from glm5_jax.agents.loop import ANSWER, ChatAgent, LoopConfig
@@ -26,6 +26,9 @@ from glm5_jax.rl.types import Message, Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
+
+# Yields (thought, answer) or (thought, (tool, arguments)); receives the output of the tool.
+Script = Generator[tuple[str, str | tuple[str, Mapping]], Any, None]
 
 
 class TraceTurn(NamedTuple):
@@ -108,7 +111,7 @@ class ScriptedPolicy:
       turns: turns so far.
     """
 
-    def __init__(self, script: Generator, tokenizer: Tokenizer):
+    def __init__(self, script: Script, tokenizer: Tokenizer):
         """Creates the policy.
 
         Args:
@@ -125,7 +128,7 @@ class ScriptedPolicy:
         ids = self._encode_reply(*self._script.send(tool_output))
         message = parse_reply(ids, fields["tools"], tokenizer=self._tokenizer).message
         sampled = ids, [0.0] * len(ids), [0] * len(ids)
-        self._session.add(self._session.answer(plan, *sampled, "stop", message))
+        self._session.add(self._session.make_turn(plan, *sampled, "stop", message))
         self.turns.append(TraceTurn(plan.ids, tuple(ids)))
         calls = [
             {"function": {"name": call["name"], "arguments": json.dumps(call["arguments"])}}
@@ -153,7 +156,7 @@ class ScriptedPolicy:
         return [i for i, is_trained in zip(chat.ids, chat.loss_mask) if is_trained]
 
 
-def _script(task: Task, rng: random.Random, doubts: float) -> Generator:
+def _script(task: Task, rng: random.Random, doubts: float) -> Script:
     """Yields the (thought, call) and (thought, answer) of an attempt."""
     corpus, answers = corpus_of(task.data["corpus"]), []
     for hop in (Hop(**hop) for hop in task.data["hops"]):

@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.asynchronous [--updates=36] [--waiting=8] [--repetitions=2] [--scale=1] [--out=workdir/benchmarks]
 
-Hub, gateway, two task services and two engines run as processes, and this process trains, as in every run of
+Orchestrator, gateway, two task services and two engines run as processes, and this process trains, as in every run of
 experiments/rl_agentic.py. Only the parts that would need accelerators or environments sleep instead
 (simulated_fleet.py): environments answer after log-normal times, engines sample at a fixed speed in a fixed number of
 slots, and an update and a push of weights take a fixed time. Every rollout has the same durations in all arms. Arms
@@ -17,7 +17,7 @@ Prints updates a second and the speed-up with its bound, from a discrete-event m
 ones. Then the bound by the allowed staleness. Pictures: asynchronous.html in --out, which also has the programs' logs.
 
 --updates is the number of updates of an arm that learns on, --waiting that of one that waits; --scale multiplies all
-durations. Takes about eleven minutes, in which a core is less than half busy. Expected: experiments/LOG.md.
+durations. Takes about eleven minutes, in which a core is less than half busy. Expected: docs/results/reinforcement_learning.md.
 """
 
 import argparse
@@ -44,10 +44,9 @@ from experiments.benchmarks.discrete_event_model import (
 )
 from experiments.benchmarks.routing import spread
 from experiments.benchmarks.simulated_fleet import fleet
-from glm5_jax.metrics import charts
-from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.metrics import charts, html_page
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
 from glm5_jax.runtime.terminal import print_error
-from glm5_jax.training import report
 
 SHORT = Workload(name="short tails", slots=20, tokens=(6, 18))
 LONG = dataclasses.replace(
@@ -145,38 +144,38 @@ def arms(workload: Workload) -> dict[str, WorkloadArm]:
 def measure(workload: Workload, updates: int, seed: int, folder: pathlib.Path) -> SystemRun:
     """Returns a run of the real system. The folder, which is new, gets the programs' logs."""
     with fleet(workload, seed, folder) as programs:
-        hub = HubClient(programs.hub)
+        orchestrator = OrchestratorClient(programs.orchestrator)
         run = SystemRun(updates=[], replies=[], answers=[], ages=[], met=[])
         began, spent = time.monotonic(), time.process_time()
         programs.set_version(0)
-        hub.begin(0, 0)
+        orchestrator.begin(0, 0)
         # The same calls as in `rl.trainers.async_trainer`.
         for step in range(updates):
             requested = time.monotonic()
-            groups = hub.take(step, BATCH_TIMEOUT_S)
+            groups = orchestrator.take(step, BATCH_TIMEOUT_S)
             if groups is None:
                 raise RuntimeError(
-                    f"no batch within {BATCH_TIMEOUT_S:g} s: {'; '.join(hub.hindered)}"
+                    f"no batch within {BATCH_TIMEOUT_S:g} s: {'; '.join(orchestrator.blockers)}"
                 )
             received = time.monotonic()
             time.sleep(workload.update_s)
             updated = time.monotonic()
-            hub.trained(step)
+            orchestrator.mark_trained(step)
             time.sleep(workload.push_s)
             programs.set_version(step + 1)
-            hub.push(step + 1)
+            orchestrator.push(step + 1)
             run.updates.append(Update(requested, received, updated, time.monotonic()))
             members = [m for g in groups for m in g.members[: len(g.baseline)]]
             run.ages.append([step - member.versions[0] for member in members])
             run.met.append([member.metrics["met"] for member in members])
-        hub_metrics = hub.status()["metrics"]
+        orchestrator_metrics = orchestrator.status()["metrics"]
         trainer = (time.process_time() - spent) / (time.monotonic() - began)
         return dataclasses.replace(
             run,
             replies=programs.replies(),
             answers=programs.answers(),
-            dropped=hub_metrics["groups/stale"],
-            padded=hub_metrics["members/padded"],
+            dropped=orchestrator_metrics["groups/stale"],
+            padded=orchestrator_metrics["members/padded"],
             cores=programs.cores() | {"trainer": trainer},
         )
 
@@ -346,14 +345,8 @@ def pictures(
         label = "seconds"
         figures.append(charts.span_chart(rows, x_label=label, y_label=workload, size=(7.0, 3.0)))
         figures.append(charts.line_chart(lines, x_label=label, y_label="Slots that write"))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "asynchronous.html"
-    body = [
-        "<h1>Asynchronous training</h1>",
-        *(f"<figure>{figure}</figure>" for figure in figures),
-    ]
-    path.write_text(report.page("Asynchronous training", body))
-    return path
+    path, title = folder / "asynchronous.html", "Asynchronous training"
+    return html_page.write(path, title, "", map(html_page.figure, figures))
 
 
 def concurrency(spans: Sequence[Span], moments: np.ndarray) -> list[int]:

@@ -1,6 +1,6 @@
 """Models asynchronous RL in discrete events: rollouts with known durations in a system without overhead.
 
-The workload gives all durations. `ideal` computes what trainer, hub, engines and environments then do, by the hub's
+The workload gives all durations. `ideal` computes what trainer, orchestrator, engines and environments then do, by the orchestrator's
 own rules of admission. A real system can approach this but never exceed it.
 """
 
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glm5_jax.rl.orchestrator.group_repair import repaired
-from glm5_jax.rl.orchestrator.staleness import BufferConfig, must_wait, room
-from glm5_jax.rl.rollouts.sessions import seed_of
+from glm5_jax.rl.orchestrator.group_repair import repair_group
+from glm5_jax.rl.orchestrator.staleness import BufferConfig, must_wait, num_admissible
+from glm5_jax.rl.rollouts.sessions import derive_seed
 
 Span = tuple[float, float]
 
@@ -75,7 +75,7 @@ class Workload:
             )
 
     def buffer(self) -> BufferConfig:
-        """Returns the configuration of the hub's buffer."""
+        """Returns the configuration of the orchestrator's buffer."""
         running = (self.max_staleness + 1) * self.batch_groups
         return BufferConfig(
             group=self.group,
@@ -100,7 +100,7 @@ class Workload:
         return dataclasses.replace(self, max_staleness=0)
 
     def rollout(self, seed: int) -> tuple[WorkloadTurn, ...]:
-        """Returns the turns of the rollout with this seed, which the hub assigns."""
+        """Returns the turns of the rollout with this seed, which the orchestrator assigns."""
         rng = np.random.default_rng(seed)
         lowest, highest = self.tokens
         durations = self.median_answer_s * np.exp(self.sigma * rng.standard_normal(self.turns))
@@ -132,11 +132,11 @@ class SystemRun:
       cores: number of cores that each program kept busy.
     """
 
-    updates: Sequence[Update]
-    replies: Sequence[Span]
-    answers: Sequence[Span]
-    ages: Sequence[Sequence[int]]
-    met: Sequence[Sequence[float]]
+    updates: list[Update]
+    replies: list[Span]
+    answers: list[Span]
+    ages: list[list[int]]
+    met: list[list[float]]
     dropped: int = 0
     padded: int = 0
     cores: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -189,8 +189,8 @@ def ideal(
     Args:
       workload: durations and sizes.
       updates: number of updates.
-      seed: seed of the hub.
-      attempts: returns the turns of a rollout by (order of its group, try, index in the group); None: those that a hub
+      seed: seed of the orchestrator.
+      attempts: returns the turns of a rollout by (order of its group, try, index in the group); None: those that an orchestrator
         with this seed would assign.
     """
     return _Ideal(workload, seed, attempts).run(updates)
@@ -211,6 +211,11 @@ class _Rollout:
     left: Iterator[WorkloadTurn]
     met: float
     version: int | None = None
+
+    def age(self, step: int) -> int:
+        """Returns the age of its first token at a step of the trainer."""
+        assert self.version is not None, "a rollout that has ended has tokens"
+        return step - self.version
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -238,7 +243,7 @@ class _Group:
 class _Ideal:
     def __init__(self, workload: Workload, seed: int, attempts: Attempts | None):
         self._workload, self._config = workload, workload.buffer()
-        self._attempts = attempts or (lambda *key: workload.rollout(seed_of(seed, *key)))
+        self._attempts = attempts or (lambda *key: workload.rollout(derive_seed(seed, *key)))
         self._now, self._events, self._ties = 0.0, [], itertools.count()
         self._free, self._queue = workload.engines * workload.slots, collections.deque()
         self._step = self._version = self._next = 0
@@ -264,7 +269,7 @@ class _Ideal:
     def _admit(self) -> None:
         config = self._config
         counts = self._step, self._version, len(self._waiting), len(self._running)
-        for _ in range(room(config, *counts)):
+        for _ in range(num_admissible(config, *counts)):
             if self._to_resample:
                 order, tries = self._to_resample.pop(0)
             else:
@@ -314,13 +319,13 @@ class _Ideal:
     # -- the trainer ---------------------------------------------------------------------------------------
 
     def _valid(self, group: _Group) -> list[_Rollout]:
-        oldest = self._step - self._config.max_staleness
-        return [rollout for rollout in group.members if rollout.version >= oldest]
+        oldest = self._config.max_staleness
+        return [rollout for rollout in group.members if rollout.age(self._step) <= oldest]
 
     def _drop_old(self, groups: Iterable[_Group]) -> None:
         """Drops groups without enough valid rollouts; their tasks are sampled again."""
         for group in groups:
-            if repaired(range(len(self._valid(group))), self._config.group) is None:
+            if repair_group(range(len(self._valid(group))), self._config.group) is None:
                 self._waiting.remove(group)
                 self._to_resample.append((group.order, group.tries + 1))
                 self._dropped += 1
@@ -343,7 +348,7 @@ class _Ideal:
         batch.sort(key=lambda group: group.order)
         members = [rollout for group in batch for rollout in self._valid(group)]
         self._padded += config.batch_groups * config.group - len(members)
-        self._run.ages.append([self._step - rollout.version for rollout in members])
+        self._run.ages.append([rollout.age(self._step) for rollout in members])
         self._run.met.append([rollout.met for rollout in members])
         updated = self._now + self._workload.update_s
         pushed = updated + self._workload.push_s
@@ -351,7 +356,7 @@ class _Ideal:
         self._schedule(updated - self._now, self._finish_update, batch)
 
     def _finish_update(self, batch: list[_Group]) -> None:
-        """Reports the update to the hub, then pushes the weights to the engines."""
+        """Reports the update to the orchestrator, then pushes the weights to the engines."""
         self._waiting.difference_update(batch)
         self._step += 1
         self._schedule(self._workload.push_s, self._finish_push)

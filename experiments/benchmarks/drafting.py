@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.request import Request
+from glm5_jax.inference.request import EngineConfig, Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.stats import EngineStats
 from glm5_jax.model import glm5
@@ -50,6 +50,7 @@ def deepen(model: glm5.Glm5, num_layers: int) -> glm5.Glm5:
 @functools.partial(jax.jit, static_argnames="cfg", donate_argnames="layers")
 def _verify(params, layers, tables, lengths, tokens, cfg):
     out = glm5.forward(params, tokens, cfg, cache=PagedCache(layers, tables, lengths))
+    assert out.cache is not None, "a forward with a cache returns one"
     return out.cache.layers, jnp.argmax(out.logits, axis=-1)
 
 
@@ -57,6 +58,7 @@ def _verify(params, layers, tables, lengths, tokens, cfg):
 def _draft(params, layers, tables, lengths, hidden, tokens, cfg):
     cache = PagedCache(layers, tables, lengths)
     out = glm5.forward_mtp(params, hidden, tokens, cfg, cache=cache)
+    assert out.cache is not None, "a forward with a cache returns one"
     return out.cache.layers, jnp.argmax(out.logits, axis=-1)
 
 
@@ -102,15 +104,19 @@ def compare(
     plain, expected_replies = None, None  # seconds a token and replies without drafts
     for count in (0, *drafts):
         engine = Engine(
-            model, page_size=PAGE, max_length=LENGTH, max_num_seqs=1, num_speculative_tokens=count
+            model,
+            config=EngineConfig(
+                page_size=PAGE, max_length=LENGTH, max_num_seqs=1, num_speculative_tokens=count
+            ),
         )
         engine.generate([prompts[0]], sampling)  # compiles
         times, replies = [], []
         engine.stats = EngineStats(accepted=[0] * (count + 1))
         for prompt in prompts:
-            handle = engine.submit(Request(prompt, sampling))
+            handle = engine.submit(Request(tuple(prompt), sampling))
             while engine.step():
                 pass
+            assert handle.ended_at is not None and handle.first_token_at is not None, "it ended"
             times.append((handle.ended_at - handle.first_token_at) / (num_new - 1))
             replies.append(handle.completion.ids)
         token_s, expected_replies = float(np.median(times)), expected_replies or replies
@@ -120,6 +126,7 @@ def compare(
             plain = token_s
             print(f"drafts: none: {1e3 * token_s:.2f} ms a token")
             continue
+        assert plain is not None, "the first run has no drafts"
         accepted_counts = np.array(engine.stats.accepted)
         accepted = float(accepted_counts @ np.arange(1, count + 2) / accepted_counts.sum())
         possible = accepted * forwards[1] / (forwards[count + 1] + count * draft)

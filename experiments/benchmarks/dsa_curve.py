@@ -8,7 +8,7 @@ There are two settings: one CPU device with two threads and one sequence, and a 
 each. In each, dense and sparse take turns. Prints medians of wall time, the ratios of wall and of CPU time, and the
 length where the ratio of wall times passes 1.
 
-Expected: experiments/LOG.md.
+Expected: docs/results/cpu_and_kernels.md.
 """
 
 import functools

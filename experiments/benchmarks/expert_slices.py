@@ -7,7 +7,7 @@ and way: rows that leave a slice, and rows that go to another device inside one.
 `--experiment.step.expert_slices=1` (each of a token's experts gets a row) with the number of slices (each slice gets
 the token once, and forwards it inside). The table also has the rows of an all-gather over slices, which needs no plan
 but sends every token everywhere. Bytes are those of a token's 16-bit row. Each layer has six ways: to the experts and
-back, in the forward, recomputed and backward pass. Expected: experiments/LOG.md.
+back, in the forward, recomputed and backward pass. Expected: docs/results/compilation.md.
 """
 
 import argparse

@@ -1,5 +1,8 @@
 """Runs our arm of the comparison with transformers: a worker process of `transformers_cpu.py`."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +14,12 @@ from experiments.benchmarks.teacher_forced_choices import ChoiceGap, forced_choi
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.engine import KEEP, Engine
-from glm5_jax.inference.request import Request
+from glm5_jax.inference.request import EngineConfig, Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
 from glm5_jax.runtime.process import serve
 from glm5_jax.training.gradients import Rates, gradient_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 # GLM-5's proportions in 19.4M parameters, 8.4M of them active: latents of a half and a third of the
 # width, one dense layer, 4 of 16 experts and a shared one, an indexer that keeps 256 keys. It has 16
@@ -55,7 +58,8 @@ class Glm5Arm:
     def __init__(self):
         self.model = glm5.Glm5(BASELINE, rngs=nnx.Rngs(0))
         self.params = jax.jit(glm5.unstack, static_argnums=1)(self._stacked(), BASELINE)
-        self.run = self.output = None
+        self.run: Callable[[], tuple[dict[str, float], Any]] | None = None
+        self.output: Any = None
 
     def export(self, folder: str) -> None:
         """Writes the weights in HuggingFace's format."""
@@ -76,10 +80,12 @@ class Glm5Arm:
 
     def measure(self) -> dict[str, float]:
         """Returns {"wall", "cpu"} seconds of one run."""
+        if self.run is None:
+            raise ValueError("nothing is compiled to be measured; call prepare first")
         seconds, self.output = self.run()
         return seconds
 
-    def follow(self, kind: str, b: int, t: int, choices: str) -> dict[str, list[ChoiceGap]]:
+    def follow(self, kind: str, b: int, t: int, choices: str) -> dict[str, list[ChoiceGap | None]]:
         """Runs forward or train once, for `save`, with the choices that transformers saved.
 
         Returns per layer how many keys and experts would have been others, and by what gap.
@@ -167,7 +173,7 @@ class Glm5Arm:
     def _engine(self, b, t):
         """Returns an engine that prefills all rows in one step."""
         sizes = {"prefill_chunk": t, "max_batched_tokens": b * t, "max_length": t + NEW_TOKENS + 1}
-        return Engine(self.model, max_num_seqs=b, **sizes)
+        return Engine(self.model, config=EngineConfig(max_num_seqs=b, **sizes))
 
     def _stacked(self):
         return glm5.params_of(self.model)

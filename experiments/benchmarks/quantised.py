@@ -15,7 +15,7 @@ token is the same. Weights: as trained, and with planted outliers that do not ch
 Quantised as they are, rotated (`inference.quantize.rotation`), and rotated with scales between up and down from
 eight rows of training text (`calibrate`). About six minutes for :tiny on two cores.
 
-Expected for the last DSA stage of lifecycle.py:tiny: experiments/LOG.md.
+Expected for the last DSA stage of lifecycle.py:tiny: docs/results/serving.md.
 """
 
 import dataclasses

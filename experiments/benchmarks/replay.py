@@ -18,7 +18,7 @@ from experiments.benchmarks.agent_traces import Trace, TraceTurn
 from glm5_jax.inference.request import Handle, Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Limits, Scheduler, Sequence
-from glm5_jax.rl.rollouts.router import Router, RouterConfig
+from glm5_jax.rl.rollouts.router import RouterConfig, SessionRouter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,11 @@ class ReplayConfig:
 
 
 class RoutingPolicy(Protocol):
-    """Protocol of routing policies, as of `rl.rollouts.router.Router`."""
+    """Protocol of routing policies, as of `rl.rollouts.router.SessionRouter`."""
 
-    def rank_of(self, session: str) -> str: ...
+    def route(self, session: str) -> str: ...
     def release(self, session: str) -> None: ...
-    def lose(self, rank: str) -> list[str]: ...
+    def remove(self, rank: str) -> list[str]: ...
     def add(self, rank: str) -> None: ...
 
 
@@ -96,14 +96,14 @@ class RoundRobinRouting:
     def __init__(self, ranks: Iterable[str]):
         self._ranks, self._count = list(ranks), itertools.count()
 
-    def rank_of(self, session: str) -> str:
-        """Returns the rank of a session's next request, see `Router`."""
+    def route(self, session: str) -> str:
+        """Returns the rank of a session's next request, see `SessionRouter`."""
         return self._ranks[next(self._count) % len(self._ranks)]
 
     def release(self, session: str) -> None:
         """Does nothing, because no state is kept."""
 
-    def lose(self, rank: str) -> list[str]:
+    def remove(self, rank: str) -> list[str]:
         """Removes a rank. Returns an empty list, because no session has a rank."""
         self._ranks.remove(rank)
         return []
@@ -120,18 +120,18 @@ class RandomRouting(RoundRobinRouting):
         super().__init__(ranks)
         self._draw = random.Random(seed)
 
-    def rank_of(self, session: str) -> str:
+    def route(self, session: str) -> str:
         return self._draw.choice(self._ranks)
 
 
-class HashRouting(Router):
+class HashRouting(SessionRouter):
     """Consistent hashing only: without a bound, and without memory of a session's rank."""
 
     def __init__(self, ranks: Iterable[str]):
         super().__init__(ranks, RouterConfig(bound=1e9))
 
-    def rank_of(self, session: str) -> str:
-        rank = super().rank_of(session)
+    def route(self, session: str) -> str:
+        rank = super().route(session)
         self.release(session)
         return rank
 
@@ -332,7 +332,7 @@ class _Replay:
         return result
 
     def _submit(self, chat: int) -> None:
-        name = self._routing.rank_of(self._names[chat])
+        name = self._routing.route(self._names[chat])
         before = self._last.get(chat)
         if before not in (None, name):
             if chat in self._moved:
@@ -348,13 +348,15 @@ class _Replay:
         trace, turn = self._traces[chat], self._next[chat]
         before = trace[turn - 1].prompt + trace[turn - 1].output if turn else ()
         prompt = trace[turn].prompt
+        cached = sequence.handle.cached_tokens
+        assert cached is not None, "a request that has ended was prefilled"
         self._result.requests.append(
             ReplayedRequest(
                 chat,
                 turn,
                 len(prompt),
                 len(prompt) - len(before),
-                sequence.handle.cached_tokens,
+                cached,
                 read + self._wasted.pop(chat, 0),
             )
         )
@@ -372,7 +374,7 @@ class _Replay:
         self._result.placed = {self._names[chat]: rank for chat, rank in self._last.items()}
         self._moved = {chat for chat, rank in self._last.items() if rank == name}
         self._result.moved = len(self._moved)
-        self._routing.lose(name)
+        self._routing.remove(name)
         for sequence, read in self._ranks.pop(name).reads.items():
             chat = self._running.pop(sequence)
             self._wasted[chat] += read
@@ -403,4 +405,5 @@ def slopes(requests: Iterable[ReplayedRequest]) -> tuple[float, float, float]:
     solution, *_ = np.linalg.lstsq(
         columns, np.array([request.read for request in later_requests], float), rcond=None
     )
-    return tuple(map(float, solution))
+    intercept, new, earlier = map(float, solution)
+    return intercept, new, earlier

@@ -15,7 +15,7 @@ Prints computed prompt tokens, the share of an infinite cache's hits, sessions t
 and the slopes of a request's computed tokens (least squares); then the same by the length of chats, the size of the
 caches, the number of concurrent chats and the router's bound. Pictures: routing.html in --out.
 
-Nothing is timed, and nothing depends on the machine. About seven minutes. Expected: experiments/LOG.md.
+Nothing is timed, and nothing depends on the machine. About seven minutes. Expected: docs/results/serving.md.
 """
 
 import argparse
@@ -43,11 +43,10 @@ from experiments.benchmarks.replay import (
     skew,
     slopes,
 )
-from glm5_jax.metrics import charts
-from glm5_jax.rl.rollouts.router import Router, RouterConfig
+from glm5_jax.metrics import charts, html_page
+from glm5_jax.rl.rollouts.router import RouterConfig, SessionRouter
 from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training import report
 
 ResultsByArm = dict[str, list[ReplayResult]]  # results of each arm, by seed
 # Targets: factor of tokens saved against round robin, and share of an infinite cache's hits.
@@ -57,7 +56,7 @@ ARMS: dict[str, Callable[[ReplayConfig], RoutingPolicy]] = {
     "round robin": lambda config: RoundRobinRouting(config.names),
     "random": lambda config: RandomRouting(config.names, config.seed),
     "hashing": lambda config: HashRouting(config.names),
-    "router": lambda config: Router(config.names),
+    "router": lambda config: SessionRouter(config.names),
     INFINITE: lambda config: RoundRobinRouting(config.names),
 }
 CACHES = (0.75, 1.0, 2.0, 4.0, 8.0, math.inf)
@@ -297,7 +296,7 @@ def verdict(results_by_arm: ResultsByArm, config: ReplayConfig) -> str:
 
 def refill_text(result: ReplayResult) -> str:
     """Returns how long the returned rank took to be full, as text."""
-    if result.filled is None:
+    if result.added is None or result.filled is None:
         return "never"
     added, full = (
         next(look.ended for look in result.looks if look.step >= step)
@@ -353,7 +352,7 @@ def bound_table(traces: list[list[Trace]], config: ReplayConfig) -> Table:
     for bound in BOUNDS:
         routing, results = RouterConfig(bound=bound), []
         for seed, seed_traces in enumerate(traces):
-            router = Router(config.names, routing)
+            router = SessionRouter(config.names, routing)
             seeded = dataclasses.replace(config, seed=seed)
             results.append(run(seed_traces, "router", seeded, router))
         table.add_row(
@@ -363,15 +362,16 @@ def bound_table(traces: list[list[Trace]], config: ReplayConfig) -> Table:
             *skews(results),
             "; ".join(map(refill_text, results)),
             ", ".join(
-                str(num_replaced(result, Router(config.names, routing))) for result in results
+                str(num_replaced(result, SessionRouter(config.names, routing)))
+                for result in results
             ),
         )
     return table
 
 
-def num_replaced(result: ReplayResult, router: Router) -> int:
+def num_replaced(result: ReplayResult, router: SessionRouter) -> int:
     """Returns the number of chats in flight that a new router, in alphabetical order of names, puts on another rank."""
-    return sum(router.rank_of(name) != rank for name, rank in sorted(result.placed.items()))
+    return sum(router.route(name) != rank for name, rank in sorted(result.placed.items()))
 
 
 def pictures(folder: pathlib.Path, results_by_arm: ResultsByArm, caches: Sweep) -> pathlib.Path:
@@ -402,11 +402,7 @@ def pictures(folder: pathlib.Path, results_by_arm: ResultsByArm, caches: Sweep) 
             y_label="Hits, of an infinite cache's",
         ),
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "routing.html"
-    body = ["<h1>Routing</h1>", *(f"<figure>{figure}</figure>" for figure in figures)]
-    path.write_text(report.page("Routing", body))
-    return path
+    return html_page.write(folder / "routing.html", "Routing", "", map(html_page.figure, figures))
 
 
 def tokens_by_turn(

@@ -15,7 +15,7 @@ that of a step with equal ranks, with rows as loaded, assigned among 8 ranks (as
 assigned among all (`--experiment.step.balance_rows=true`); the reduction of a step that is bound by its FLOPs.
 
 These are FLOPs, not times. They hold where kernels skip keys of other documents (flash_mla on TPU and GPU, the
-lightning indexer on GPU); elsewhere all rows cost the same. Takes a minute. Expected: experiments/LOG.md.
+lightning indexer on GPU); elsewhere all rows cost the same. Takes a minute. Expected: docs/results/compilation.md.
 """
 
 import argparse

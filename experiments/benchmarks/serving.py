@@ -14,7 +14,7 @@
 
 eight_bits, turns, load and drafts use the trained model of --checkpoint (default: workdir/life/sft, of
 experiments/lifecycle.py:tiny); eight_bits needs a workdir.
-Expected figures: experiments/LOG.md. About half an hour for all on two cores, most of it compilation.
+Expected figures: docs/results/serving.md. About half an hour for all on two cores, most of it compilation.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from jaxtyping import PyTree
 from glm5_jax.checkpoint import models
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.request import Handle, Request
+from glm5_jax.inference.request import EngineConfig, Handle, Request
 from glm5_jax.inference.runner import Runner
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Limits, Scheduler, Sequence
@@ -141,7 +141,7 @@ def num_admitted(size: int) -> int:
     )
     ids = [0] * (CONVERSATION - 1)  # one more token is sampled
     while not scheduler.num_waiting:
-        handle = Handle(Request(ids, Sampling(max_tokens=1)))
+        handle = Handle(Request(tuple(ids), Sampling(max_tokens=1)))
         scheduler.add(
             Sequence(
                 handle=handle, ids=list(ids), limit=CONVERSATION, seed=0, prefix_namespace=None
@@ -204,7 +204,8 @@ def host(options: argparse.Namespace) -> None:
         num_attention_heads=2,
     )
     engine = Engine(
-        glm5.Glm5(cfg, rngs=nnx.Rngs(0)), page_size=PAGE, max_num_seqs=32, max_length=64
+        glm5.Glm5(cfg, rngs=nnx.Rngs(0)),
+        config=EngineConfig(page_size=PAGE, max_num_seqs=32, max_length=64),
     )
     sampling = Sampling(max_tokens=30, ignore_eos=True)
     calls, steps = [], []
@@ -226,7 +227,7 @@ def host(options: argparse.Namespace) -> None:
             for _ in range(2):  # the first compiles
                 engine.stats = EngineStats(accepted=[0])
                 for _ in range(batch):
-                    engine.submit(Request([5, 6, 7], sampling))
+                    engine.submit(Request((5, 6, 7), sampling))
                 while engine.num_waiting:
                     engine.step()
                 calls.clear(), steps.clear()
@@ -332,13 +333,16 @@ def lengths(options: argparse.Namespace) -> None:
     for length in (1024, 4096, 16384):
         for attention in ("dense", "sparse"):
             model = glm5.Glm5(dataclasses.replace(BASELINE, attention=attention), rngs=nnx.Rngs(0))
-            engine = Engine(model, max_num_seqs=4, max_length=length + 64, prefill_chunk=1024)
+            engine = Engine(
+                model,
+                config=EngineConfig(max_num_seqs=4, max_length=length + 64, prefill_chunk=1024),
+            )
             first, rates = None, {}
             for batch in (1, 4):
                 for seed in range(2):  # the first compiles
                     rng = np.random.default_rng([batch, seed])
                     prompts = rng.integers(2, BASELINE.vocab_size, (batch, length)).tolist()
-                    handles = [engine.submit(Request(ids, PLAIN)) for ids in prompts]
+                    handles = [engine.submit(Request(tuple(ids), PLAIN)) for ids in prompts]
                     while not all(handle.tokens for handle in handles):
                         engine.step()
                     began, num_tokens = (
@@ -349,9 +353,9 @@ def lengths(options: argparse.Namespace) -> None:
                         pass
                     num_tokens = sum(len(handle.tokens) for handle in handles) - num_tokens
                     rates[batch] = num_tokens / (time.monotonic() - began)
-                    first = (
-                        first if batch > 1 else handles[0].first_token_at - handles[0].submitted_at
-                    )
+                    if batch == 1:
+                        assert handles[0].first_token_at is not None, "it has tokens"
+                        first = handles[0].first_token_at - handles[0].submitted_at
             cells = (
                 f"{length:,}",
                 attention,
@@ -374,7 +378,9 @@ def _engine(options, **engine_options) -> tuple[Engine, int]:
     tokenizer = models.load_tokenizer(options.checkpoint)
     vocab = model.cfg.vocab_size - len(tokenizer.special_ids)
     return Engine(
-        model, tokenizer, page_size=PAGE, max_length=512, prefill_chunk=256, **engine_options
+        model,
+        tokenizer,
+        EngineConfig(page_size=PAGE, max_length=512, prefill_chunk=256, **engine_options),
     ), vocab
 
 

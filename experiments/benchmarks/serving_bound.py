@@ -13,7 +13,7 @@ or one prompt prefilled at once, and for decoding BATCH sequences at once at tha
     saved      share of dense that DSA W4A8 saves
     attention  factor by which DSA reduces the FLOPs of a prompt's attention, indexers' scores included
 
---json prints the same, with every component. Expected: experiments/LOG.md.
+--json prints the same, with every component. Expected: docs/results/serving.md.
 """
 
 import dataclasses

@@ -1,27 +1,41 @@
 """Runs the system of asynchronous RL as separate processes, with sleeps in place of tools and engines.
 
     with fleet(workload, seed, folder) as programs:
-        HubClient(programs.hub).begin(0, 0)
+        OrchestratorClient(programs.orchestrator).begin(0, 0)
 
-Hub, gateway and the services' protocols with both are those of every run.
+Orchestrator, gateway and the services' protocols with both are those of every run.
 """
 
 import asyncio
 import bisect
+import collections
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
+import os
 import pathlib
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import aiohttp
+import numpy as np
+from aiohttp import web
+
 from experiments.benchmarks.discrete_event_model import Span, Workload
 from glm5_jax.inference.client import Client
-from glm5_jax.rl.orchestrator.client import HubClient, JsonClient
-from glm5_jax.rl.orchestrator.server import HubConfig, Orchestrator
-from glm5_jax.rl.orchestrator.task_service import Asked, Outcome, ServiceConfig, TaskService
+from glm5_jax.rl.orchestrator.client import JsonClient, OrchestratorClient
+from glm5_jax.rl.orchestrator.server import Orchestrator, OrchestratorConfig
+from glm5_jax.rl.orchestrator.task_service import (
+    Outcome,
+    RolloutRequest,
+    ServiceConfig,
+    TaskService,
+)
 from glm5_jax.rl.types import Reward
 from glm5_jax.runtime.http_server import HttpServer, ListenConfig, json_response, read_json
 from glm5_jax.runtime.placement import http_url
@@ -48,6 +62,7 @@ class SimulatedEngine(HttpServer):
         self._workload, self._slots = workload, asyncio.Semaphore(workload.slots)
         self._spans: list[Span] = []
         self._since, self._versions = [0.0], [0]  # start of each version, by `time.monotonic`
+        self._logprobs = (-np.random.default_rng(0).random(997, np.float32)).tolist()
 
     def routes(self):
         post = {"/generate": self._generate, "/version": self._set}
@@ -68,7 +83,9 @@ class SimulatedEngine(HttpServer):
         ids = [CLOSES, *[DIGIT] * (count - 2), STOPS]
         meta = {
             "finish_reason": {"type": "stop"},
-            "output_token_logprobs": [[-1.0, i, None] for i in ids],
+            "output_token_logprobs": [
+                [logp, i, None] for logp, i in zip(itertools.cycle(self._logprobs), ids)
+            ],
             "weight_versions": [self._version_at(began + i / speed) for i in range(count)],
             "cached_tokens": 0,
         }
@@ -104,14 +121,14 @@ class SimulatedEnvironment(TaskService):
 
     def routes(self):
         routes = super().routes()
-        return routes | {"GET": routes["GET"] | {"/spans": self._list_spans}}
+        return {**routes, "GET": {**routes["GET"], "/spans": self._list_spans}}
 
     async def lifespan(self, app):
         async with JsonClient() as self._agents:  # one pool of connections for all
             async for _ in super().lifespan(app):
                 yield
 
-    async def attempt(self, request: Asked, place: int) -> Outcome:
+    async def attempt(self, request: RolloutRequest, index: int) -> Outcome:
         turns = self._workload.rollout(request.seed)
         url = f"{request.base_url}/v1/chat/completions"
         messages = []
@@ -119,9 +136,11 @@ class SimulatedEnvironment(TaskService):
             began = time.monotonic()
             await asyncio.sleep(turn.answer_s)
             self._spans.append((began, time.monotonic()))
-            messages.append({"role": "user", "content": f"{place}: {len(messages)}"})
+            messages.append({"role": "user", "content": f"{index}: {len(messages)}"})
             chat_request = {"messages": messages, "max_tokens": turn.tokens}
-            reply = await self._agents.ask("POST", url, chat_request, seconds=ROLLOUT_TIMEOUT_S)
+            reply = await self._agents.request(
+                "POST", url, chat_request, timeout_s=ROLLOUT_TIMEOUT_S
+            )
             messages.append(reply["choices"][0]["message"])
         met = sum(turn.answer_s for turn in turns)
         return Outcome(tuple(messages), Reward(float(request.seed % 2)), {"met": met})
@@ -129,6 +148,58 @@ class SimulatedEnvironment(TaskService):
     async def _list_spans(self, request):
         del request
         return json_response(self._spans)
+
+
+class MeasuredOrchestrator(Orchestrator):
+    """Orchestrator that counts the bytes of all HTTP bodies by peer. `/traffic` returns them, and its memory."""
+
+    def __init__(self, config: OrchestratorConfig):
+        super().__init__(config)
+        self._bytes: collections.Counter[str] = collections.Counter()
+        trace = aiohttp.TraceConfig()
+        trace.on_request_chunk_sent.append(self._count_request)
+        trace.on_request_end.append(self._count_response)
+        aiohttp.ClientSession = functools.partial(aiohttp.ClientSession, trace_configs=[trace])
+
+    def routes(self):
+        routes = super().routes()
+        return {**routes, "GET": {**routes["GET"], "/traffic": self._traffic}}
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.middlewares.append(self._count_served)
+        return app
+
+    @web.middleware
+    async def _count_served(self, request, handler):
+        peer = "services" if request.path.startswith("/tasks") else "trainer"
+        response = await handler(request)
+        self._bytes[f"from {peer}"] += request.content_length or 0
+        self._bytes[f"to {peer}"] += len(response.body or b"")
+        return response
+
+    def _peer(self, url) -> str:
+        return "gateway" if str(url).startswith(self.config.gateway) else "services"
+
+    async def _count_request(self, session, context, parameters) -> None:
+        del session, context
+        self._bytes[f"to {self._peer(parameters.url)}"] += len(parameters.chunk)
+
+    async def _count_response(self, session, context, parameters) -> None:
+        del session, context
+        size = parameters.response.content_length or 0
+        self._bytes[f"from {self._peer(parameters.url)}"] += size
+
+    async def _traffic(self, request):
+        del request
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        return json_response(
+            {
+                "bytes": self._bytes,
+                "memory_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+                "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+            }
+        )
 
 
 # -- as processes ---------------------------------------------------------------------------------------------
@@ -149,31 +220,41 @@ def _gateway(
     from glm5_jax.text.tokenizer import Tokenizer
 
     del name, workload
-    config = GatewayConfig(**listen, seconds=ROLLOUT_TIMEOUT_S, journal=journal)
+    config = GatewayConfig(**listen, reply_timeout_s=ROLLOUT_TIMEOUT_S, journal=journal)
     return Gateway(Tokenizer.load("bytes"), engines, config)
 
 
-def _hub(
+def _orchestrator(
     name: str, listen: Mapping, workload: Workload, gateway: str, journal: str, seed: int
 ) -> HttpServer:
     del name
-    options = dict(gateway=gateway, journal=journal, seed=seed, buffer=workload.buffer())
-    return Orchestrator(HubConfig(**listen, **options))
+    config = OrchestratorConfig(
+        **listen, gateway=gateway, journal=journal, seed=seed, buffer=workload.buffer()
+    )
+    return MeasuredOrchestrator(config)
 
 
-def _service(name: str, listen: Mapping, workload: Workload, hub: str) -> HttpServer:
+def _service(name: str, listen: Mapping, workload: Workload, orchestrator: str) -> HttpServer:
     return SimulatedEnvironment(
-        ServiceConfig(**listen, name=name, hub=hub, seconds=ROLLOUT_TIMEOUT_S), workload
+        ServiceConfig(
+            **listen, name=name, orchestrator=orchestrator, rollout_timeout_s=ROLLOUT_TIMEOUT_S
+        ),
+        workload,
     )
 
 
-PROGRAMS = {"engine": _engine, "gateway": _gateway, "hub": _hub, "service": _service}
+PROGRAMS = {
+    "engine": _engine,
+    "gateway": _gateway,
+    "orchestrator": _orchestrator,
+    "service": _service,
+}
 
 
 class Fleet(NamedTuple):
     """URLs of the running programs, and the folder of their utilization files."""
 
-    hub: str
+    orchestrator: str
     engines: list[str]
     services: list[str]
     folder: pathlib.Path
@@ -237,7 +318,7 @@ def fleet(workload: Workload, seed: int, folder: pathlib.Path) -> Iterator[Fleet
 
     Args:
       workload: durations and sizes.
-      seed: seed of the hub.
+      seed: seed of the orchestrator.
       folder: new folder for logs and journals.
     """
     folder.mkdir(parents=True)
@@ -253,15 +334,17 @@ def fleet(workload: Workload, seed: int, folder: pathlib.Path) -> Iterator[Fleet
         engines = start("engine", *(f"engine-{i}" for i in range(workload.engines)))
         journal = str(folder / "gateway")
         [gateway] = start("gateway", "gateway", engines=engines, journal=journal)
-        journal = str(folder / "hub")
-        [hub] = start("hub", "hub", gateway=gateway, seed=seed, journal=journal)
-        services = start("service", *SERVICES, hub=hub)
-        client, until = HubClient(hub), time.monotonic() + START_TIMEOUT_S
+        journal = str(folder / "orchestrator")
+        [orchestrator] = start(
+            "orchestrator", "orchestrator", gateway=gateway, seed=seed, journal=journal
+        )
+        services = start("service", *SERVICES, orchestrator=orchestrator)
+        client, until = OrchestratorClient(orchestrator), time.monotonic() + START_TIMEOUT_S
         while len(client.status()["tasks"]) < len(SERVICES):
             if time.monotonic() > until:
                 raise RuntimeError(f"the services have not registered within {START_TIMEOUT_S:g} s")
             time.sleep(0.02)
-        yield Fleet(hub, engines, services, folder)
+        yield Fleet(orchestrator, engines, services, folder)
         for child in children:
             child.check()
     finally:

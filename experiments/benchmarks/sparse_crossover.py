@@ -10,7 +10,7 @@ Sparse includes scoring and selecting keys. For each length it prints
 - FLOPs of the attention after selection, counted from the jaxpr: sparse ones double with the length;
 - bytes of temporary memory by the compiler's account, and per further token: constant if linear.
 
-Expected: experiments/LOG.md.
+Expected: docs/results/cpu_and_kernels.md.
 """
 
 import dataclasses
@@ -80,6 +80,7 @@ def attention_flops(t: int, cfg: ModelConfig) -> int:
         return jax.ShapeDtypeStruct((1, t, *shape), dtype)
 
     n, h, r = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
+    assert cfg.index_topk is not None, "the models of both arms have an indexer"
     sparse = cfg.attention == "sparse" and t > cfg.index_topk
     topk = array(cfg.index_topk, dtype="int32") if sparse else None
     layer = jax.tree.map(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glm5_jax.model import block
+from glm5_jax.model import attention, moe
 from pallas_kernels.lightning_indexer import index_scores
 
 BLOCK = 64  # queries whose scores over all keys are in memory at a time
@@ -34,15 +34,22 @@ class ChoiceGap(NamedTuple):
 
 
 @contextlib.contextmanager
-def forced_choices(keys: Sequence, experts: Sequence) -> Iterator[dict[str, list[ChoiceGap]]]:
+def forced_choices(
+    keys: Sequence, experts: Sequence
+) -> Iterator[dict[str, list[ChoiceGap | None]]]:
     """Forces choices while tracing inside: yields lists of `ChoiceGap` per layer, which running the program fills.
+
+    The gap of a layer that has not run is None.
 
     Full layer i attends to keys[i] int32[b t k] (-1 at the end: none). MoE layer i sends its tokens to experts[i]
     int32[m a].
     """
-    plain_select, plain_route = block.lightning_indexer, block.route
+    plain_select, plain_route = attention.lightning_indexer, moe.route
     layers = {"keys": enumerate(keys), "experts": enumerate(experts)}
-    gaps = {"keys": [None] * len(keys), "experts": [None] * len(experts)}
+    gaps: dict[str, list[ChoiceGap | None]] = {
+        "keys": [None] * len(keys),
+        "experts": [None] * len(experts),
+    }
 
     def following(kind):
         layer, theirs = next(layers[kind])
@@ -80,8 +87,8 @@ def forced_choices(keys: Sequence, experts: Sequence) -> Iterator[dict[str, list
         return plain_route(w | {"bias": 2 * wanted}, x, cfg)
 
     with (
-        mock.patch.object(block, "lightning_indexer", lightning_indexer),
-        mock.patch.object(block, "route", route),
+        mock.patch.object(attention, "lightning_indexer", lightning_indexer),
+        mock.patch.object(moe, "route", route),
     ):
         yield gaps
 

@@ -11,10 +11,10 @@ from flax import nnx
 
 from experiments.benchmarks.glm5_arm import BASELINE
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.metrics import charts
+from glm5_jax.metrics import charts, html_page
 from glm5_jax.model import glm5
-from glm5_jax.training import report
 
 BATCH, PROMPT, NEW = 8, 256, 60
 SHOWN = 12  # number of steps in the picture
@@ -72,7 +72,10 @@ def timeline(folder: pathlib.Path) -> None:
     """Prints the share of decodes that were launched before the previous one was done, and writes timeline.html."""
     model = glm5.Glm5(BASELINE, rngs=nnx.Rngs(0))
     engine = Engine(
-        model, max_num_seqs=BATCH, max_length=PROMPT + NEW + 1, max_batched_tokens=BATCH * PROMPT
+        model,
+        config=EngineConfig(
+            max_num_seqs=BATCH, max_length=PROMPT + NEW + 1, max_batched_tokens=BATCH * PROMPT
+        ),
     )
     sampling = Sampling(max_tokens=NEW, ignore_eos=True, temperature=0)
     for seed in range(2):  # the first compiles
@@ -103,7 +106,6 @@ def timeline(folder: pathlib.Path) -> None:
     }
     title = f"{SHOWN} steps of {BATCH} requests"
     picture = charts.span_chart(rows, x_label="milliseconds", y_label=title)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "timeline.html"
-    path.write_text(report.page("Timeline", [f"<h1>Timeline</h1><figure>{picture}</figure>"]))
+    figure = html_page.figure(picture)
+    path = html_page.write(folder / "timeline.html", "Timeline", "", [figure])
     print(f"timeline: {path}")

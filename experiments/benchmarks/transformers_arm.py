@@ -5,9 +5,16 @@ own switches, plain or compiled, and for decoding `generate` or a loop over the 
 "sdpa grouped_mm compiled static".
 """
 
+from typing import Any
+
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, StoppingCriteria
+import torch  # pyright: ignore[reportMissingImports]: only the worker's environment has it
+from transformers import (  # pyright: ignore[reportMissingImports]: only the worker's environment has it
+    AutoModelForCausalLM,
+    DynamicCache,
+    StaticCache,
+    StoppingCriteria,
+)
 
 from experiments.benchmarks.measure import NEW_TOKENS, THREADS, Clock, gemm_rate, pin, tokens
 from glm5_jax.runtime.process import serve
@@ -17,7 +24,8 @@ class TransformersArm:
     """Functions that the parent calls; every variant of a row stays until `keep` or `clear`."""
 
     def __init__(self):
-        self.folder, self.runs, self.output = None, {}, None
+        self.folder, self.runs = None, {}
+        self.output: Any = None
 
     def load(self, folder: str) -> None:
         """Sets the folder of the weights."""

@@ -16,7 +16,7 @@ Outputs are compared in the same run, twice:
 
 Not tried: batched_mm in forward and train (12 s at 1,024 tokens, grouped_mm 0.4 s) and compiled at batch 8 in decode
 (5 s a step), eager attention above 1,024 tokens (twice sdpa's time at 4,096), compiled eager experts (a loop with
-run-time lengths, recompiled for each of them). Expected: the table in experiments/LOG.md.
+run-time lengths, recompiled for each of them). Expected: the table in docs/results/cpu_and_kernels.md.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ def compare(
         say(f"{row.name}: {variant} {min(runs) * 1e3:.1f} ms, first {first:.0f} s")
     if not tried:
         raise RuntimeError(f"{row.name}: transformers ran in no variant, see the reasons above")
-    best = min(tried, key=tried.get)
+    best = min(tried, key=tried.__getitem__)
     theirs.call("keep", CALL_TIMEOUT_S, variant=best)
     say(f"{row.name}: glm5_jax first {ours.call('prepare', CALL_TIMEOUT_S, **case):.0f} s")
     # Measure both arms in turns, then compare their outputs.
@@ -199,7 +199,7 @@ def difference(row: ComparisonRow, ours: pathlib.Path, theirs: pathlib.Path) -> 
         if zeros or b.keys() - a.keys():
             raise ValueError(f"gradients in one arm only: {zeros} {sorted(b.keys() - a.keys())}")
         apart = {k: float(np.max(np.abs(a[k] - b[k])) / np.max(np.abs(b[k]))) for k in b}
-        worst = max(apart, key=apart.get)
+        worst = max(apart, key=apart.__getitem__)
         return f"{apart[worst]:.0e} of an array's maximum"
     a, b = np.load(ours), np.load(theirs)
     if row.kind in ("prefill", "decode"):
@@ -243,7 +243,7 @@ def cells(result: dict) -> list[str]:
 
 
 def markdown(results: list[dict], about: str) -> str:
-    """Returns the table for experiments/LOG.md."""
+    """Returns the table for docs/results/cpu_and_kernels.md."""
     rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, results)]
     return "\n".join([about, "", *(f"| {' | '.join(row)} |" for row in rows)])
 

@@ -36,7 +36,8 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.training.gradients import BATCH_KEYS
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import make_schedule
-from glm5_jax.training.step import Step, StepConfig, make_step
+from glm5_jax.training.step import Step, make_step
+from glm5_jax.training.step_config import StepConfig
 
 RUN_LENGTH = 32_768
 LENGTHS = (8192, 16_384, 32_768)
@@ -97,7 +98,10 @@ def batch(t: int) -> dict[str, np.ndarray]:
 def resident_bytes(name: str) -> int:
     """Returns bytes of this process by a field of /proc/self/status: VmRSS now, VmHWM at its peak."""
     text = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB$", text, re.M).group(1))
+    match = re.search(rf"^{name}:\s+(\d+) kB$", text, re.M)
+    if match is None:
+        raise ValueError(f"/proc/self/status has no field {name!r} in kB; use one such as VmRSS")
+    return 1024 * int(match[1])
 
 
 def run(cfg: ModelConfig, t: int) -> tuple[int, float]:

@@ -8,7 +8,7 @@ pushed, as in reinforcement learning: AdamW from a reset, at rates of 1e-6 (slim
 Trainer and servers share one process and its cores. Weights and tokens are random. The distance of a number to the
 next bfloat16 does not depend on training, but a batch here touches few rows of the embedding.
 
-Expected: experiments/LOG.md. Three minutes.
+Expected: docs/results/training.md. Three minutes.
 """
 
 import dataclasses
@@ -27,12 +27,13 @@ from glm5_jax.checkpoint.hf_export import named_tensors
 from glm5_jax.checkpoint.manifest import transfer_dtypes
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.config import adam, policy_alone
-from glm5_jax.rl.weights.pusher import Pushed, SyncConfig
-from glm5_jax.rl.weights.reshard import Reshard
-from glm5_jax.rl.weights.weight_sync import Network, SharedStorage
+from glm5_jax.rl.config import adam_optimizer_config, policy_step_config
+from glm5_jax.rl.weights.pusher import PushResult, SyncConfig
+from glm5_jax.rl.weights.reshard import ReshardPusher
+from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.gradients import BATCH_KEYS
 from glm5_jax.training.step import make_step, reset_optimizer
@@ -64,10 +65,10 @@ def main(cfg: ModelConfig | None = None, plan: tuple = PLAN) -> int:
     cfg, console = cfg or model(), Console()
     params = glm5.init_params(cfg, jax.random.key(0))
     zero_params = jax.tree.map(jnp.zeros_like, params)
-    options = dict(page_size=16, max_num_seqs=1, prefill_chunk=16, max_length=64)
+    config = EngineConfig(page_size=16, max_num_seqs=1, prefill_chunk=16, max_length=64)
 
     def engine() -> Engine:
-        return Engine(glm5.Glm5(cfg, params=zero_params), Tokenizer.default(), **options)
+        return Engine(glm5.Glm5(cfg, params=zero_params), Tokenizer.default(), config)
 
     def server() -> Server:
         load = models.make_weight_loader(glm5.Glm5(cfg, params=zero_params))
@@ -80,10 +81,10 @@ def main(cfg: ModelConfig | None = None, plan: tuple = PLAN) -> int:
         tempfile.TemporaryDirectory() as disk,
     ):
         urls, delta = [one, two], SyncConfig(delta=True)
-        network = Network(cfg, urls, delta)
+        network = NetworkPusher(cfg, urls, delta)
         ways = {
-            "reshard": (Reshard([engine()]), 1),
-            "shared storage": (SharedStorage(cfg, disk, urls), 2),
+            "reshard": (ReshardPusher([engine()]), 1),
+            "shared storage": (SharedStoragePusher(cfg, disk, urls), 2),
             "network": (network, 2),
         }
         for number, (name, (pusher, count)) in enumerate(ways.items(), 1):
@@ -99,19 +100,23 @@ def main(cfg: ModelConfig | None = None, plan: tuple = PLAN) -> int:
     return 0
 
 
-def _row(table: Table, name: str, count: int, result: Pushed) -> None:
-    sent = result.bytes / 1e6
+def _row(table: Table, name: str, count: int, result: PushResult) -> None:
+    sent = result.sent_bytes / 1e6
     table.add_row(
-        name, str(count), f"{sent:.1f}", f"{result.seconds:.2f}", f"{sent / result.seconds:.0f}"
+        name,
+        str(count),
+        f"{sent:.1f}",
+        f"{result.duration_s:.2f}",
+        f"{sent / result.duration_s:.0f}",
     )
 
 
 def _after_steps(
-    table: Table, cfg: ModelConfig, params, network: Network, rate: float, counts
+    table: Table, cfg: ModelConfig, params, network: NetworkPusher, rate: float, counts
 ) -> None:
     """Pushes all weights, then the changes after each number of steps, each time from a reset optimiser."""
-    optimizer = dataclasses.replace(adam(), frozen=("indexer/",))
-    step = make_step(cfg, policy_alone(), optimizer, lambda _: rate)
+    optimizer = dataclasses.replace(adam_optimizer_config(), frozen=("indexer/",))
+    step = make_step(cfg, policy_step_config(), optimizer, lambda _: rate)
     state = step.initialise(jax.random.key(1), jax.tree.map(jnp.copy, params))
     rng, version = np.random.default_rng(0), 100 * round(1e6 * rate)
     network.push(state["params"], version)
@@ -125,9 +130,9 @@ def _after_steps(
         differ = {n: np.count_nonzero(after[n] != before[n]) for n in after}
         share = sum(differ.values()) / sum(x.size for x in after.values())
         several = f"{np.count_nonzero([*differ.values()])} of {len(differ)}"
-        sent, full_bytes = result.bytes / len(result.engines), result.whole_bytes
+        sent, full_bytes = result.sent_bytes / len(result.acks), result.full_bytes
         cells = f"{rate:g}", str(count), f"{share:.2%}", several, f"{sent / 1e6:.2f}"
-        table.add_row(*cells, f"{sent / full_bytes:.2%}", f"{result.seconds:.2f}")
+        table.add_row(*cells, f"{sent / full_bytes:.2%}", f"{result.duration_s:.2f}")
         before, state = after, reset_optimizer(state)
 
 

@@ -45,7 +45,7 @@ class ChatClient:
                 f"timeout_s is {timeout_s} and concurrency {concurrency}; make both positive"
             )
         self._url, self._model, self._timeout_s = url.rstrip("/"), model, timeout_s
-        self._client = JsonClient(api_key, most_bytes=MAX_BYTES)
+        self._client = JsonClient(api_key, max_response_bytes=MAX_BYTES)
         self._concurrency, self._slots = concurrency, None
 
     async def __aenter__(self) -> "ChatClient":
@@ -69,7 +69,7 @@ class ChatClient:
             body["model"] = self._model
         url = f"{self._url}/v1/chat/completions"
         async with self._slots:
-            return _choice(await self._client.ask("POST", url, body, seconds=self._timeout_s))
+            return _choice(await self._client.request("POST", url, body, timeout_s=self._timeout_s))
 
 
 def _choice(value: Any) -> dict:

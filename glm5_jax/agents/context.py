@@ -56,9 +56,11 @@ class Counter(Protocol):
 
     def prompt(self, task: Task) -> int:
         """Returns the tokens of the prompt for a task's first reply."""
+        ...
 
     def added(self, task: Task, messages: Sequence[Message]) -> int:
         """Returns the tokens of a round that follows a task's messages."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from glm5_jax.agents.client import REFUSED, ChatBackend
 from glm5_jax.data.conversation import read_json
@@ -121,11 +121,12 @@ class Judge:
         If one is missing, the value is None, or 0 if the reply caused that. parts: "first" and "second", the two
         verdicts, and the criteria of the reply, as means of both.
         """
-        one, two = verdicts = await asyncio.gather(
+        one, two = await asyncio.gather(
             self._ask(rubric, messages, {"A": reply, "B": other}, "A", guidance),
             self._ask(rubric, messages, {"A": other, "B": reply}, "B", guidance),
         )
-        if missing := [verdict for verdict in verdicts if isinstance(verdict, Reward)]:
+        if isinstance(one, Reward) or isinstance(two, Reward):
+            missing = [verdict for verdict in (one, two) if isinstance(verdict, Reward)]
             return min(missing, key=lambda reward: reward.value is None)
         first, second = WINNERS[one["winner"]], 1 - WINNERS[two["winner"]]
         parts = {"first": first, "second": second}
@@ -181,7 +182,7 @@ class Judge:
         return None, error, is_due_to_text
 
 
-def new_key(texts: Sequence[str]) -> str:
+def new_key(texts: Collection[str]) -> str:
     """Returns a random key that none of the texts contains."""
     key = secrets.token_hex(KEY_BYTES)
     return new_key(texts) if any(key in text for text in texts) else key
@@ -229,7 +230,7 @@ def prompt(
     ]
 
 
-def read_verdict(text: str, rubric: Rubric, key: str, replies: Sequence[str]) -> dict:
+def read_verdict(text: str, rubric: Rubric, key: str, replies: Collection[str]) -> dict:
     """Parses a reply that is a verdict with the key and nothing else. Raises ValueError if it is invalid."""
     if not isinstance(text, str):
         raise ValueError(f"it said {text!r}")

@@ -91,7 +91,9 @@ class Trace:
     def attempt(self) -> Attempt:
         """The attempt for a verifier. It counts as cut off unless the policy ended it, by an answer or a broken call."""
         stopped = self.ended in (ANSWER, BROKEN_CALL)
-        return Attempt(self.messages, "stop" if stopped else "length", self.error)
+        return Attempt(
+            messages=self.messages, finish_reason="stop" if stopped else "length", error=self.error
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def evaluate(expression: str) -> Fraction:
     expression = expression.strip()
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"the expression is longer than {MAX_CHARACTERS} characters")
-    if odd := expression[_KNOWN.match(expression).end() :]:
+    if odd := _KNOWN.sub("", expression, count=1):  # it matches at the beginning, if only nothing
         raise ValueError(f"{odd[0]!r} is no number, no parenthesis and none of + - * / // % **")
     try:
         tree = ast.parse(expression, mode="eval")

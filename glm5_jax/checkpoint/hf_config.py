@@ -14,6 +14,7 @@ import reprlib
 import sys
 import types
 import typing
+from typing import Any
 
 from glm5_jax import presets
 from glm5_jax.checkpoint import hf_fp8, hf_int4
@@ -95,7 +96,7 @@ _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
 _NOT_IN_HF = ("attention", "latent_norm_eps", "index_norm_eps", "int4_group")
 _ALTERNATIVES = (
     "projections num_key_value_heads layer_attention sliding_window linear_conv_kernel_dim "
-    "simple_gdn_beta"
+    "simple_gdn_beta lora"
 ).split()
 _OURS = "glm5_jax"  # the only field that this project adds, for values that HF's fields cannot hold
 _SPECIAL = (
@@ -114,7 +115,7 @@ _ROTARY = "rope_parameters.partial_rotary_factor"
 _POSITIONS = "original_max_position_embeddings"
 
 
-def _plain(model_type: str) -> dict[str, type]:
+def _plain(model_type: str) -> dict[str, Any]:
     """Returns the fields with the same name in both forms, with their types."""
     skip = {*_SPECIAL, *_NOT_IN_HF, *_ALTERNATIVES, "hf_extra"}
     if model_type == "glm4_moe_lite":
@@ -279,7 +280,7 @@ class _Reader:
         if value != other:
             self._add_problem(name, value, f"{reason} {other!r}; make them agree or remove {name}")
 
-    def _convert(self, name, value, kind, fallback):
+    def _convert(self, name: str, value: Any, kind: Any, fallback: Any) -> Any:
         kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
         good = (float, int) if float in kinds else kinds
         if not isinstance(value, good) or (isinstance(value, bool) and bool not in kinds):
@@ -300,8 +301,10 @@ class _Reader:
             elif name in self.fields and name not in _WRITTEN[self.model_type]:
                 extra[name] = value
         quantised = self.fields.get("quantization_config")
-        problem_of = hf_fp8.problem_of if hf_fp8.is_fp8(quantised) else hf_int4.problem_of
-        problem = problem_of(quantised)
+        if hf_fp8.is_fp8(quantised):
+            problem = hf_fp8.problem_of(quantised)
+        else:
+            problem = hf_int4.problem_of(quantised)
         if "quantization_config" in self.fields and problem:
             self.problems.append(problem)
 
@@ -371,7 +374,8 @@ class _Reader:
         return tuple(self._convert("indexer_types", kind, str, "full") for kind in stated)
 
     def _rope(self, max_positions: int, extra: dict) -> RopeParameters:
-        fields = {k: v for k, v in self.fields.get("rope_parameters", {}).items() if v is not None}
+        given = self.fields.get("rope_parameters", {})
+        fields: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
         for name, value in (
             ("rope_type", fields.pop("type", None)),
             ("rope_theta", self.fields.get("rope_theta")),

@@ -84,23 +84,22 @@ def save_hf(
     pieces = hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
     table = hf_names.by_name(pieces)
     packed = {n for n in table if cfg.int4_group is not None and hf_int4.is_expert(n)}
-    kinds = {n: _dtype(p[0], leaves, None if n in packed else dtype) for n, p in table.items()}
     quantised = hf_quantised.config_of(leaves, pieces)
     if quantised is not None:
         config["quantization_config"] = quantised
-    group = hf_quantised.group_of(quantised) if quantised else cfg.int4_group
-    fp8 = set()
     if fp8_block is not None:
         if packed or quantised is not None:
             raise ValueError("fp8_block is for plain weights; these are int4 or int8 already")
-        fp8 = {name for name in table if hf_fp8.is_fp8_weight(name)}
         config["quantization_config"] = hf_fp8.config_of(table, fp8_block)
-    written = {}
-    for name, (piece, *_) in table.items():
-        leaf = Int4 if name in packed else type(leaves[piece.path])
-        written[name] = hf_quantised.layout(leaf, piece, kinds[name], group)
-        if name in fp8:
-            written[name] = hf_fp8.layout(name, piece.view.shape, fp8_block)
+    weights = _Weights(
+        leaves=leaves,
+        table=table,
+        kinds={n: _dtype(p[0], leaves, None if n in packed else dtype) for n, p in table.items()},
+        packed=packed,
+        group=hf_quantised.group_of(quantised) if quantised else cfg.int4_group,
+        fp8_block=fp8_block,
+    )
+    written = {name: weights.layout(name) for name in table}
     sizes = {
         name: sum(int(np.prod(shape)) * kind.itemsize for shape, kind in parts.values())
         for name, parts in written.items()
@@ -138,26 +137,13 @@ def save_hf(
             manifest.save(partial)
         os.rename(partial, out)
 
-    is_first = jax.process_index() == 0
-
-    def tensors_of(name):
-        piece = table[name][0]
-        if tree.is_compound(leaf := leaves[piece.path]):
-            return hf_quantised.tensors(leaf, piece, _on_host, kinds[name])
-        tensor = _tensor(table[name], leaves, kinds[name])
-        if not is_first:
-            return {}
-        if name in fp8:
-            return dict(zip(written[name], hf_fp8.quantise(tensor, fp8_block)))
-        return hf_int4.pack(name, tensor, group) if name in packed else {name: tensor}
-
     # One file after the other.
     multihost.run_on_first(begin)
     try:
         for file, names in files.items():
             tensors = {}
             for name in names:
-                tensors |= tensors_of(name)
+                tensors |= weights.tensors(name)
             if manifest is not None:
                 for name, tensor in tensors.items():
                     manifest.add(name, tensor)
@@ -168,8 +154,52 @@ def save_hf(
     except OSError as error:
         raise OSError(f"writing {out} failed ({error}); nothing was left there") from error
     finally:
-        if is_first:
+        if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Weights of a model by HF name, with the form in which files hold each.
+
+    Attributes:
+      leaves: leaves of the parameter tree by path.
+      table: pieces of leaves by HF name.
+      kinds: dtype of each weight that is not quantised, by HF name.
+      packed: HF names of the weights that are written as int4.
+      group: group size of int4; None: no weight is int4.
+      fp8_block: rows and columns of a block of FP8 weights; None: no weight is FP8.
+    """
+
+    leaves: dict[str, Any]
+    table: Mapping[str, list[hf_names.Piece]]
+    kinds: Mapping[str, Any]
+    packed: set[str]
+    group: int | None
+    fp8_block: tuple[int, int] | None
+
+    def layout(self, name: str) -> dict[str, tuple]:
+        """Returns {tensor: (shape, dtype)} of the tensors that hold a weight."""
+        piece = self.table[name][0]
+        if self.fp8_block is not None and hf_fp8.is_fp8_weight(name):
+            return hf_fp8.layout(name, piece.view.shape, self.fp8_block)
+        leaf = Int4 if name in self.packed else type(self.leaves[piece.path])
+        return hf_quantised.layout(leaf, piece, self.kinds[name], self.group)
+
+    def tensors(self, name: str) -> dict[str, np.ndarray]:
+        """Returns the tensors that hold a weight; on a pod, plain weights on the first process only."""
+        piece, kind = self.table[name][0], self.kinds[name]
+        if tree.is_compound(leaf := self.leaves[piece.path]):
+            return hf_quantised.tensors(leaf, piece, _on_host, kind)
+        tensor = _tensor(self.table[name], self.leaves, kind)
+        if jax.process_index() != 0:
+            return {}
+        if self.fp8_block is not None and hf_fp8.is_fp8_weight(name):
+            return dict(zip(self.layout(name), hf_fp8.quantise(tensor, self.fp8_block)))
+        if name not in self.packed:
+            return {name: tensor}
+        assert self.group is not None, "only a model with int4_group has packed weights"
+        return hf_int4.pack(name, tensor, self.group)
 
 
 def named_tensors(
@@ -181,11 +211,19 @@ def named_tensors(
     Raises ValueError if the tree is not that of cfg.
     """
     leaves = _check_leaves(params, cfg)
-    table = hf_names.by_name(
-        hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
-    )
-    for name, pieces in table.items():
-        yield name, _tensor(pieces, leaves, _dtype(pieces[0], leaves, dtype))
+    pieces = hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
+    yield from tensors_of(leaves, pieces, dtype)
+
+
+def tensors_of(
+    leaves: Mapping[str, Any], pieces: list[hf_names.Piece], dtype: Mapping | DTypeLike
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (HF name, tensor) of the tensors that consist of these pieces of plain leaves, one at a time.
+
+    leaves: {path: leaf}. dtype: dtype of every tensor, or {path: dtype}. All processes of a pod must iterate over it.
+    """
+    for name, parts in hf_names.by_name(pieces).items():
+        yield name, _tensor(parts, leaves, _dtype(parts[0], leaves, dtype))
 
 
 def _check_leaves(params, cfg: ModelConfig) -> dict[str, jax.Array]:

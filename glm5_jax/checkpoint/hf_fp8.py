@@ -16,10 +16,12 @@ import dataclasses
 import re
 import reprlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
+
+from glm5_jax.checkpoint.hf_names import StoredTensor
 
 SCALE = "_scale_inv"
 KIND = "F8_E4M3"  # safetensors' name of the dtype
@@ -45,7 +47,7 @@ _FIELDS = {
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 
 
-def is_fp8(config: Any) -> bool:
+def is_fp8(config: Any) -> TypeGuard[dict]:
     """Returns True if a `quantization_config` describes files in this form."""
     return isinstance(config, dict) and config.get("quant_method") == "fp8"
 
@@ -92,12 +94,12 @@ def is_fp8_weight(name: str) -> bool:
     return _is_matrix(name) and not name.removesuffix(".weight").endswith(_PLAIN)
 
 
-def scale_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
     """Returns the shape of the scales of a weight [out in]: one per block, partial blocks included."""
     return tuple(-(-size // width) for size, width in zip(shape, block))
 
 
-def layout(name: str, shape: tuple[int, int], block: tuple[int, int]) -> dict[str, tuple]:
+def layout(name: str, shape: tuple[int, ...], block: tuple[int, int]) -> dict[str, tuple]:
     """Returns {tensor: (shape, dtype)} of the two tensors of a weight [out in]."""
     scale = scale_shape(shape, block), np.dtype(np.float32)
     return {name: (shape, DTYPE), name + SCALE: scale}
@@ -134,8 +136,8 @@ class Blockwise:
       kind, dtype: dtype that the numbers are rounded to, by safetensors' name and for NumPy.
     """
 
-    values: object
-    scale: object
+    values: StoredTensor
+    scale: StoredTensor
     block: tuple[int, int]
     kind: str
     dtype: np.dtype

@@ -85,24 +85,26 @@ def load_params(
     cfg: ModelConfig,
     *,
     shardings: PyTree | None = None,
-    dtype: DTypeLike | None = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     may_differ: Sequence[str] = (),
 ) -> PyTree:
     """Loads the parameter tree of a HuggingFace checkpoint.
 
     - shardings: tree of shardings (`glm5.param_shardings`); None: the default device.
-    - dtype: dtype of every leaf except the router bias, which is float32. None: the dtype in the files, or, with a
-      warning, one that holds all of a leaf's dtypes.
+    - dtype: dtype of every leaf except the router bias, which is float32; or {path: dtype of that leaf}. None: the dtype
+      in the files, or, with a warning, one that holds all of a leaf's dtypes.
     - may_differ: patterns. A leaf whose path matches may be missing from the files, and is then not in the tree. A
       tensor whose HF name matches and that cfg lacks is not read.
 
     An MTP layer that cfg does not have is not read. Raises ValueError, before it loads anything, with all missing,
     unexpected, misshapen and unreadable tensors.
     """
-    if dtype is not None and jnp.dtype(dtype).itemsize > 4 and not jax.config.jax_enable_x64:
-        raise ValueError(
-            f"dtype {jnp.dtype(dtype).name} needs jax_enable_x64; set it or use float32"
-        )
+    if dtype is not None and not isinstance(dtype, Mapping):
+        has_x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]: jax adds it on import
+        if jnp.dtype(dtype).itemsize > 4 and not has_x64:
+            raise ValueError(
+                f"dtype {jnp.dtype(dtype).name} needs jax_enable_x64; set it or use float32"
+            )
     stored, table = _open_all(path, cfg, may_differ)
     by_leaf = collections.defaultdict(list)
     for piece in table:
@@ -266,6 +268,7 @@ class _Stored:
     def __getitem__(self, index) -> np.ndarray:
         if self.kind != hf_fp8.KIND:
             return self.handle.get_slice(self.name)[index]
+        assert self.first_byte is not None, "tensors in FP8 are opened with their position"
         # safetensors returns NumPy dtypes, and NumPy has no 8-bit float.
         numbers = np.memmap(self.file, np.uint8, "r", self.first_byte, self.shape)
         return np.array(numbers[index]).view(hf_fp8.DTYPE)
@@ -365,13 +368,13 @@ def _open(path) -> dict[str, _Stored]:
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             problems.append(f"{file.name} cannot be read ({error}); fetch it again")
             continue
-        first_bytes = None
+        first_bytes: dict[str, int] = {}
         for name in handle.keys():
             if name in stored:
                 problems.append(f"{name} is both in {stored[name].file.name} and in {file.name}")
             one = handle.get_slice(name)
             shape, kind = tuple(one.get_shape()), one.get_dtype()
-            if kind == hf_fp8.KIND and first_bytes is None:
+            if kind == hf_fp8.KIND and not first_bytes:
                 first_bytes = _first_bytes(file)
             first_byte = first_bytes[name] if kind == hf_fp8.KIND else None
             stored[name] = _Stored(
@@ -454,7 +457,7 @@ def _dtypes(path, by_leaf, stored: dict[str, _Stored], dtype) -> dict[str, np.dt
         if leaf.endswith(hf_names.FLOAT32):
             chosen[leaf] = jnp.dtype(jnp.float32)
         elif dtype is not None:
-            chosen[leaf] = jnp.dtype(dtype)
+            chosen[leaf] = jnp.dtype(dtype[leaf] if isinstance(dtype, Mapping) else dtype)
         else:
             chosen[leaf] = functools.reduce(jnp.promote_types, kinds)
         if dtype is None and set(kinds) != {chosen[leaf]}:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from glm5_jax.checkpoint.hf_names import StoredTensor
 from pallas_kernels.w4a8_matmul.quantize import round_w4
 
 _EXPERT = re.compile(
@@ -97,7 +98,13 @@ def problem_of(config: Any) -> str | None:
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
     wrong = []
-    if not isinstance(weights, dict) or len(groups) != 1:
+    if not (
+        isinstance(config, dict)
+        and isinstance(groups, dict)
+        and isinstance(first, dict)
+        and isinstance(weights, dict)
+        and len(groups) == 1
+    ):
         wrong = [f"quantization_config is {reprlib.repr(config)}"]
     else:
         for (part, known), fields in zip(_FIELDS.items(), (config, first, weights)):
@@ -117,7 +124,7 @@ def is_expert(name: str) -> bool:
     return bool(match) and match[2] is None
 
 
-def layout(shape: tuple[int, int], group: int) -> list[tuple]:
+def layout(shape: tuple[int, ...], group: int) -> list[tuple]:
     """Returns (shape, dtype) of the three tensors of a weight [out in]."""
     out, inputs = shape
     return [
@@ -178,14 +185,14 @@ class PackedWeight:
     """Packed weight [out in] in files; indexing with slices reads that part in float32.
 
     Attributes:
-      packed, scale: tensors with `.shape`, which return arrays when indexed with slices.
+      packed, scale: stored tensors.
       shape: shape of the weight, (out, in).
       kind: safetensors' name of the dtype that it is read as.
       dtype: the same as NumPy dtype.
     """
 
-    packed: object
-    scale: object
+    packed: StoredTensor
+    scale: StoredTensor
     shape: tuple[int, int]
     kind: str = "F32"
     dtype: np.dtype = np.dtype(np.float32)

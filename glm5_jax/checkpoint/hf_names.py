@@ -15,13 +15,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.model import lora
 from glm5_jax.parallel import axes, tree
 
 _MODEL = (
@@ -74,6 +75,30 @@ _FUSED = (
     ("experts/up", "mlp.experts.gate_up_proj", "e f[f] d"),
     ("experts/down", "mlp.experts.down_proj", "e d f"),
 )
+# Adapters of the routed experts, as PEFT wraps the fused tensors: down outside, gate and up inside.
+_EXPERT_ADAPTERS = (
+    ("experts/gate_up_lora_a", "mlp.experts.base_layer.lora_A.weight", "e*o d"),
+    ("experts/gate_lora_b", "mlp.experts.base_layer.lora_B.weight", "[f]f o*e"),
+    ("experts/up_lora_b", "mlp.experts.base_layer.lora_B.weight", "f[f] o*e"),
+    ("experts/down_lora_a", "mlp.experts.lora_A.weight", "e*o f"),
+    ("experts/down_lora_b", "mlp.experts.lora_B.weight", "d o*e"),
+)
+
+
+def _adapter_rows() -> tuple[tuple[str, str, str], ...]:
+    """Returns the rows of the adapters of all targets (`model.lora`), whose names are PEFT's."""
+    rows = {row: None for row in _EXPERT_ADAPTERS}
+    for path, name, hf in _LAYER:
+        if not lora.is_target(path) or path.startswith("experts/"):
+            continue
+        outputs, inputs = hf.split()
+        module = name.removesuffix(".weight")
+        rows[lora.a_path(path), f"{module}.lora_A.weight", f"o {inputs}"] = None
+        rows[path + lora.B, f"{module}.lora_B.weight", f"{outputs} o"] = None
+    return tuple(rows)
+
+
+_LAYER += _adapter_rows()
 FLOAT32 = "router/bias"  # the leaf that is float32 in every checkpoint
 
 
@@ -90,6 +115,15 @@ class Factor:
         """Returns (start, stop) in the HF dimension for the wanted slice of the letter; without one, for all of it."""
         part = wanted.get(self.letter, slice(0, self.size))
         return self.offset + part.start, self.offset + part.stop
+
+
+class StoredTensor(Protocol):
+    """Tensor in files; indexing with slices reads that part."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +300,9 @@ def _factors(dim: str, sizes: dict[str, int]) -> tuple[Factor, ...]:
         if "[" not in part:
             out.append(Factor(letter=part, size=sizes[part], offset=0, total=sizes[part]))
             continue
-        before, letter, after = re.fullmatch(r"(\w*)\[(\w)\](\w*)", part).groups()
+        match = re.fullmatch(r"(\w*)\[(\w)\](\w*)", part)
+        assert match is not None, f"{part!r} is no dimension such as 'n*[h]u'"
+        before, letter, after = match.groups()
         total = sum(sizes[x] for x in before + letter + after)
         out.append(
             Factor(

@@ -89,11 +89,11 @@ def group_of(config: Any) -> int | None:
 
 
 def layout(
-    kind: type, piece: hf_names.Piece, dtype: DTypeLike, group: int | None
+    kind: type | None, piece: hf_names.Piece, dtype: DTypeLike, group: int | None
 ) -> dict[str, tuple]:
     """Returns {tensor: (shape, dtype)} in files for a piece of a leaf.
 
-    - kind: class of the leaf; any class besides those of the module's table is a plain leaf.
+    - kind: class of the leaf; None, and any class besides those of the module's table: a plain leaf.
     - dtype: dtype of tensors that are not quantised.
     - group: group size of int4.
     """
@@ -102,6 +102,7 @@ def layout(
         scale = (shape[0], 1), np.dtype(np.float32)
         return {name: (shape, np.dtype(np.int8)), name + _SCALE: scale}
     if kind is Int4:
+        assert group is not None, "int4 weights have a group"
         return dict(zip(hf_int4.names_of(name), hf_int4.layout(shape, group)))
     if kind is RotatedNorm:
         return {name: (shape, dtype), _rotation(name): (2 * shape, dtype)}
@@ -127,6 +128,7 @@ def tensors(
     if isinstance(leaf, Int4):
         q = np.asarray(_unpack(on_host(leaf.packed, piece.at), group=leaf.group)).T
         return hf_int4.pack_integers(name, q, on_host(leaf.scale, piece.at).T)
+    assert isinstance(leaf, RotatedNorm), f"{type(leaf).__name__} has no form in files"
     weight, back = on_host(leaf.weight, piece.at), on_host(leaf.back, piece.at)
     return {name: weight.astype(dtype), _rotation(name): back.astype(dtype)}
 
@@ -160,7 +162,7 @@ class TensorReader:
 
 
 def tensor_readers(
-    kind: type,
+    kind: Callable[..., CompositeWeight],
     pieces: list[hf_names.Piece],
     stored: Mapping[str, Any],
     shape: tuple[int, ...],
@@ -177,9 +179,7 @@ def tensor_readers(
     if kind is RotatedNorm:
         [name] = {piece.name for piece in pieces}
         arrays = (stored[n] for n in (name, _rotation(name)))
-        return RotatedNorm(
-            *(TensorReader(x.shape, lambda ranges, x=x: x[tuple(ranges)]) for x in arrays)
-        )
+        return kind(*(TensorReader(x.shape, lambda ranges, x=x: x[tuple(ranges)]) for x in arrays))
     # Int8: scales have the shape of the output channels.
     if kind is Int8:
         lead, outputs = shape[: len(pieces[0].at)], pieces[0].view.dims[0]
@@ -189,11 +189,12 @@ def tensor_readers(
             return view.of(stored[piece.name + _SCALE][...].reshape(-1), ranges)
 
         scales = (*lead, *(f.size for f in outputs))
-        return Int8(
+        return kind(
             reader(shape, np.int8, lambda piece, ranges: piece.view.of(stored[piece.name], ranges)),
             reader(scales, np.float32, channels),
         )
     # Int4: the leaf is transposed, [inputs, outputs], with two inputs per byte.
+    assert group is not None, "int4 weights have a group"
     *lead, inputs, n = shape
 
     def integers(piece, ranges):
@@ -205,7 +206,7 @@ def tensor_readers(
     def factors(piece, ranges):
         return stored[hf_int4.names_of(piece.name)[1]][tuple(reversed(ranges))].T
 
-    return Int4(
+    return kind(
         reader((*lead, inputs // 2, n), np.int8, integers),
         reader((*lead, inputs // group, n), np.float32, factors),
     )

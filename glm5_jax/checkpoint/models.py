@@ -1,5 +1,6 @@
 """Loads models by path: a run's workdir, one of its checkpoints, or a HuggingFace folder."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -11,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from glm5_jax.checkpoint import hf_import, store
-from glm5_jax.config import ModelConfig, RopeParameters
-from glm5_jax.model import glm5
+from glm5_jax.config import LoraConfig, ModelConfig, RopeParameters
+from glm5_jax.model import glm5, lora
 from glm5_jax.model.rotated_norm import RotatedNorm
 from glm5_jax.parallel import tree
 from glm5_jax.runtime.files import read_text
@@ -25,12 +26,15 @@ CHANGED_BY_STAGES = ("attention", "index_topk", "int4_group")
 
 
 def load_model(path: str | os.PathLike, mesh: Mesh | None = None) -> glm5.Glm5:
-    """Loads the model at a path onto a mesh. Raises ValueError if there is none or it is broken."""
+    """Loads the model at a path onto a mesh, with the adapters of a run merged.
+
+    Raises ValueError if there is none or it is broken.
+    """
     path = _check_path(path)
     if not _is_run(path):
         load = hf_import.load_quantised if hf_import.is_quantised(path) else hf_import.load_hf
         return load(path, mesh=mesh)
-    cfg = run_config(path)
+    cfg = lora.without_adapters(run_config(path))
     return glm5.Glm5(cfg, params=open_weights(path, cfg, mesh=mesh)(), mesh=mesh)
 
 
@@ -47,7 +51,10 @@ def open_weights(
     mesh: Mesh | None = None,
     may_differ: Sequence[str] = (),
 ) -> Callable[[], dict]:
-    """Checks the weights at a path, and returns a function that loads them in float32.
+    """Checks the weights at a path, and returns a function that loads them in the dtypes of `glm5.abstract_params`.
+
+    These are float32, and that of the computation for weights that adapters freeze (`model.lora`). Adapters of a run are
+    loaded if cfg has the same ones, and merged into its other weights if not. New ones are not in the tree.
 
     may_differ: patterns of weights that one side may lack (`store.check_params`), and of config fields that may differ
     (`check_arithmetic`). Raises ValueError if the weights are missing, broken, or of another model.
@@ -57,13 +64,19 @@ def open_weights(
         raise ValueError(
             f"{path} holds a quantised model, which cannot be trained; give the model that it was quantised from"
         )
-    shardings = mesh and glm5.param_shardings(cfg, mesh)
+    held = run_config(path).lora if _is_run(path) else LoraConfig()
+    if held.rank and held != cfg.lora:
+        return _open_merged(path, cfg, held, mesh, may_differ)
+    stored = cfg if held.rank else lora.without_adapters(cfg)
+    paths = tree.flatten(glm5.abstract_params(stored))
+    abstract = {p: x for p, x in tree.flatten(glm5.abstract_params(cfg)).items() if p in paths}
+    dtypes, abstract = {p: x.dtype for p, x in abstract.items()}, tree.unflatten(abstract)
+    shardings = mesh and glm5.param_shardings(stored, mesh)
     if not _is_run(path):
-        hf_import.check_params(path, cfg, may_differ)
+        hf_import.check_params(path, stored, may_differ)
         check_arithmetic(f"checkpoint {path}", hf_import.read_config(path), cfg, may_differ)
-        load = functools.partial(hf_import.load_params, path, cfg, dtype="float32")
+        load = functools.partial(hf_import.load_params, path, stored, dtype=dtypes)
         return functools.partial(load, shardings=shardings, may_differ=may_differ)
-    abstract = glm5.abstract_params(cfg)
     if shardings is not None:
         abstract = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -73,6 +86,25 @@ def open_weights(
     store.check_params(path, abstract, may_differ)
     check_arithmetic(f"checkpoint {path}", run_config(path), cfg, may_differ)
     return functools.partial(store.load_params, path, abstract, may_differ)
+
+
+def _open_merged(
+    path: pathlib.Path,
+    cfg: ModelConfig,
+    held: LoraConfig,
+    mesh: Mesh | None,
+    may_differ: Sequence[str],
+) -> Callable[[], dict]:
+    """Returns a function that loads a run's weights with its adapters merged, for a cfg without these."""
+    stored = dataclasses.replace(cfg, lora=held, dtype="float32", int4_group=None)
+    load = open_weights(path, stored, mesh=mesh, may_differ=may_differ)
+    abstract = tree.flatten(glm5.abstract_params(cfg))
+
+    def load_merged() -> dict:
+        merged = lora.merge_adapters(load(), stored)
+        return tree.map_with_path(lambda p, x: x.astype(abstract[p].dtype), merged)
+
+    return load_merged
 
 
 def check_arithmetic(
@@ -123,7 +155,7 @@ def make_weight_loader(model: glm5.Glm5) -> Callable[[str], dict]:
         if quantised:
             path_cfg, held = hf_import.open_quantised(path)
         else:
-            path_cfg = run_config(path) if _is_run(path) else hf_import.read_config(path)
+            path_cfg = read_config(path)[0]
             held = glm5.abstract_params(path_cfg)
         if (theirs := _kind_of(held)) != kind:
             raise ValueError(
@@ -193,13 +225,13 @@ def _workdir(path: pathlib.Path) -> pathlib.Path:
 
 
 def read_config(path: str | os.PathLike) -> tuple[ModelConfig, bool]:
-    """Returns the config of the model at a path, and whether its weights are quantised.
+    """Returns the config of the model that `load_model` loads, and whether its weights are quantised.
 
     Raises ValueError if there is no model or it is broken.
     """
     path = _check_path(path)
     if _is_run(path):
-        return run_config(path), False
+        return lora.without_adapters(run_config(path)), False
     return hf_import.read_config(path), hf_import.is_quantised(path)
 
 
@@ -209,9 +241,12 @@ def run_config(path: pathlib.Path) -> ModelConfig:
     try:
         fields = json.loads(read_text(file))["model"]
         rope = RopeParameters(**fields.pop("rope_parameters"))
+        adapters = LoraConfig(**fields.pop("lora", {}))
         hints = typing.get_type_hints(ModelConfig)
-        known = {name: _tuples(fields[name]) for name in hints if name in fields}
-        return ModelConfig(rope_parameters=rope, **known)
+        known: dict[str, typing.Any] = {
+            name: _tuples(fields[name]) for name in hints if name in fields
+        }
+        return ModelConfig(rope_parameters=rope, lora=adapters, **known)
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} holds no config of a run: {error}") from error
 

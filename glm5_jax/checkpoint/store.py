@@ -54,12 +54,12 @@ class Store:
         context = ocp.Context()
         context.checkpointables.registry = registry
         self._orbax = ocp.training.Checkpointer(
-            self.folder,
+            str(self.folder),
             context=context,
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),  # pyright: ignore[reportArgumentType]: its parameter names differ from the protocol's
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore[reportArgumentType]: its parameter names differ from the protocol's
         )
-        self._saving: tuple[int, object] | None = None
+        self._saving: tuple[int, ocp.AsyncResponse[bool]] | None = None
         logging.getLogger("absl").addFilter(_not_orbax)
 
     def __enter__(self) -> Self:
@@ -109,6 +109,7 @@ class Store:
             saved = self._orbax.save_checkpointables_async(step, parts, force=True)
         except (OSError, ValueError) as error:
             raise self._failed(step, error) from error
+        assert saved is not None, "force saves every step"
         self._saving = (step, saved)
 
     def wait(self) -> None:
@@ -264,7 +265,7 @@ def load_params(
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        return ocp.load_checkpointables(path, {"model": tree.unflatten(wanted)})["model"]
+        return ocp.load_checkpointables(str(path), {"model": tree.unflatten(wanted)})["model"]
 
 
 def check_space(workdir: str | os.PathLike, abstract: dict, keep: int) -> None:
@@ -305,7 +306,7 @@ def _with_shardings(abstract):
 
 def _metadata(folder: pathlib.Path) -> dict:
     """Returns the shapes of the arrays in a step's folder, by part."""
-    return ocp.checkpointables_metadata(folder).metadata
+    return ocp.checkpointables_metadata(str(folder)).metadata
 
 
 def check_shapes(wanted: dict, stored: dict, name: str, may_differ: Sequence[str] = ()) -> None:

@@ -143,7 +143,7 @@ class ChatSource:
         if isinstance(config.chats, ChatTaskConfig):
             self._lines = make_lines(config.chats, config.mode)
         else:
-            self._paths = _files(config)
+            self._paths = _files(config.name, config.chats)
         # Parse every line, and collect the locations of the samples of this side.
         places, wrong, num_bytes, seen = [], [], 0, 0
         for place, line in self._all_lines():
@@ -203,12 +203,12 @@ class ChatSource:
         sizes = [path.stat().st_size for path in self._paths]
         before = shown = 0
         total = sum(sizes)
-        bar = ProgressBar(total, unit="byte") if total > QUIET_BYTES else contextlib.nullcontext()
-        with bar:
+        bar = ProgressBar(total, unit="byte") if total > QUIET_BYTES else None
+        with bar or contextlib.nullcontext():
             for number, path in enumerate(self._paths):
                 for line, offset, size, content in read_lines(path):
                     yield _Location(number, line, offset, size, 0), content
-                    if before + offset > shown + QUIET_BYTES:
+                    if bar is not None and before + offset > shown + QUIET_BYTES:
                         shown = before + offset
                         bar.update(shown, f"checking {path.name}")
                 before += sizes[number]
@@ -369,9 +369,9 @@ def _value(text: str) -> decimal.Decimal | str:
         return text
 
 
-def _files(config: ChatSourceConfig) -> list[pathlib.Path]:
-    matches = sorted(glob.glob(os.path.expanduser(config.chats), recursive=True))
+def _files(source: str, pattern: str) -> list[pathlib.Path]:
+    matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
     paths = [path for path in map(pathlib.Path, matches) if path.is_file()]
     if not paths:
-        raise ValueError(f"source {config.name!r}: no file matches; give a jsonl file or a glob")
+        raise ValueError(f"source {source!r}: no file matches; give a jsonl file or a glob")
     return paths

@@ -194,7 +194,8 @@ def make_record(
             errors.append((span.first, span.last, "error"))
             if mask_errors:
                 mask[span.first : span.last] = 0
-    return TokenRecord(token_ids=rendered.ids, loss_mask=mask, ce_weight=mask, spans=errors)
+    token_ids = np.asarray(rendered.ids)
+    return TokenRecord(token_ids=token_ids, loss_mask=mask, ce_weight=mask, spans=errors)
 
 
 def read_json(line: str | bytes) -> Any:

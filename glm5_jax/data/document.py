@@ -6,9 +6,19 @@ split is decided per part, so that a held-out short text is not trained on as pa
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 PASSAGE_LENGTH = 4096  # characters
+Item = TypeVar("Item", covariant=True)
+
+
+class RandomAccess(Protocol[Item]):
+    """Random-access sequence of items; satisfies Grain's `RandomAccessDataSource`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Item: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +111,7 @@ class Repositories:
 class AsDocuments:
     """Sequence of texts as documents."""
 
-    def __init__(self, texts: Sequence[str]):
+    def __init__(self, texts: RandomAccess[str]):
         self._texts = texts
 
     def __len__(self) -> int:
@@ -114,7 +124,7 @@ class AsDocuments:
 class AsTexts:
     """Sequence of documents as plain texts, with their threads concatenated."""
 
-    def __init__(self, documents: Sequence[Document]):
+    def __init__(self, documents: RandomAccess[Document]):
         self._documents = documents
 
     def __len__(self) -> int:

@@ -13,10 +13,11 @@ import dataclasses
 import re
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from glm5_jax.data.document import Document
+from glm5_jax.data.document import Document, RandomAccess
 from glm5_jax.data.record import TokenRecord
 
 WORD = re.compile(r"[^\W_]+")
@@ -63,7 +64,7 @@ class Interleaved:
     """
 
     def __init__(
-        self, documents: Sequence[Document], numbers: Sequence[int], config: InterleaveConfig
+        self, documents: RandomAccess[Document], numbers: Sequence[int], config: InterleaveConfig
     ):
         """Groups the documents with these numbers; config: an `InterleaveConfig`."""
         numbers, sketches, sizes = list(numbers), [], []
@@ -140,9 +141,10 @@ def group_similar(
         for i in np.argsort(-alike, kind="stable").tolist():
             if len(members) == config.documents or alike[i] < config.min_similarity:
                 break
-            if sizes[near[i]] <= room:
-                members.append(int(near[i]))
-                room -= sizes[near[i]]
+            similar = int(near[i])
+            if sizes[similar] <= room:
+                members.append(similar)
+                room -= sizes[similar]
         remaining[members] = False
         groups.append(members)
     return groups
@@ -162,9 +164,10 @@ def interleave_records(records: Sequence[TokenRecord], chunk: int) -> TokenRecor
         )
     turns = np.concatenate([np.arange(len(record)) // chunk for record in records])
     order = np.argsort(turns, kind="stable")  # records keep their order within a turn
-    return TokenRecord(
-        **{name: np.concatenate([s[name] for s in streams])[order] for name in streams[0]}
-    )
+    interleaved: dict[str, Any] = {
+        name: np.concatenate([s[name] for s in streams])[order] for name in streams[0]
+    }
+    return TokenRecord(**interleaved)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -9,18 +9,20 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import grain
 import numpy as np
 
 from glm5_jax.data.mixture import (
+    AnySourceConfig,
     DataConfig,
     held_out_rows,
     open_training_sources,
     training_rows,
 )
 from glm5_jax.data.packing import blank_row
-from glm5_jax.data.sources import SourceConfig, fingerprint
+from glm5_jax.data.sources import fingerprint
 from glm5_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -144,7 +146,7 @@ class Loader:
 
 def held_out_batches(
     config: DataConfig,
-    source: SourceConfig,
+    source: AnySourceConfig,
     tokenizer: Tokenizer,
     batch_size: int,
     *,
@@ -172,7 +174,7 @@ def _stack(rows: list[Batch]) -> Batch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _tuples(state: object) -> object:
+def _tuples(state: Any) -> Any:
     """Converts lists back to tuples, because JSON has no tuples, and Grain compares its state with tuples."""
     if isinstance(state, dict):
         return {name: _tuples(value) for name, value in state.items()}

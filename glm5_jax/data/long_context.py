@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from glm5_jax.data.document import Document
 from glm5_jax.data.interleave import InterleaveConfig
-from glm5_jax.data.record import TokenRecord
 from glm5_jax.data.sources import SourceConfig, is_held_out, open_documents
 from glm5_jax.data.synthetic import LongContextTaskConfig, LongContextTasks
 from glm5_jax.text.tokenizer import Tokenizer
@@ -45,9 +44,7 @@ class TaskSourceConfig:
         """The tokens of a task."""
         return self.tasks.length
 
-    def open(
-        self, tokenizer: Tokenizer, fraction: float, *, training: bool
-    ) -> Sequence[TokenRecord]:
+    def open(self, tokenizer: Tokenizer, fraction: float, *, training: bool) -> LongContextTasks:
         """Opens the records of one side of the split. Raises ValueError if it has no text for a haystack, or no items."""
         if not training and not fraction:
             raise ValueError(f"source {self.name!r}: nothing is held out; raise held_out_fraction")
@@ -77,7 +74,9 @@ class SplitView:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> str:
-        return "".join(self._read(self._documents[self._numbers[index]]).texts())
+        document = self._read(self._documents[self._numbers[index]])
+        assert document is not None, "only documents with text in the split have a number"
+        return "".join(document.texts())
 
 
 def select_split(document: Document, fraction: float, *, training: bool) -> Document | None:

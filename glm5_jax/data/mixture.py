@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator
+from typing import Protocol, runtime_checkable
 
 import grain
 
 from glm5_jax.data.chat_data import ChatSourceConfig
-from glm5_jax.data.document import Document
+from glm5_jax.data.document import Document, RandomAccess
 from glm5_jax.data.interleave import interleave_records
 from glm5_jax.data.long_context import TaskSourceConfig, select_split
 from glm5_jax.data.packing import PACKINGS, pack
@@ -24,10 +25,22 @@ from glm5_jax.data.sources import SourceConfig, open_documents
 from glm5_jax.text.tokenizer import Tokenizer
 
 AnySourceConfig = SourceConfig | TaskSourceConfig | ChatSourceConfig
-Items = Sequence[Document] | Sequence[TokenRecord]
 # Characters that are tokenised ahead: about a second of work, for which a start and a resume wait.
 READ_AHEAD = 2**21
 _MAX_QUOTED = 60  # characters of a document in an error
+
+
+@runtime_checkable
+class RecordSource(RandomAccess[TokenRecord], Protocol):
+    """Random-access sequence of records."""
+
+    @property
+    def mean_tokens(self) -> int:
+        """Mean tokens of a record."""
+        ...
+
+
+Items = RandomAccess[Document] | RecordSource
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,8 +145,7 @@ def training_rows(
     for source in config.sources:
         name, items = source.name, sources[source.name]
         seed = zlib.crc32(f"{config.seed} {name}".encode())
-        order = grain.MapDataset.source(items).seed(seed).shuffle()
-        order = order.repeat()[shard::num_shards]
+        order = _shuffled(items, seed).repeat()[shard::num_shards]
         records = _records(config, source, items, order, tokenizer, training=True)
         rows[name] = _pack(config, source, records)
         if _is_shuffled(source):
@@ -169,7 +181,7 @@ def held_out_rows(
 
 def training_documents(
     config: DataConfig, source_config: AnySourceConfig, tokenizer: Tokenizer
-) -> Iterator[list[int]]:
+) -> Generator[list[int]]:
     """Yields the token ids of each training document of one source, in the same random order for all seeds."""
     records = _one_pass(config, source_config, tokenizer, training=True)
     with contextlib.closing(iter(records)) as opened:
@@ -203,8 +215,19 @@ def _open(
     split = "training" if training else "held-out"
     raise ValueError(
         f"source {source_config.name!r} has no {split} document: {len(documents)} document(s), "
-        f"held_out_fraction {fraction}; add documents or change the fraction"
+        f"{_reason_and_fix(source_config, documents, fraction)}"
     )
+
+
+def _reason_and_fix(
+    source_config: SourceConfig, documents: RandomAccess[Document], fraction: float
+) -> str:
+    """Returns why a source has no document in a split, and what to change."""
+    if not any(documents[index].num_characters for index in range(len(documents))):
+        return "all empty; give files with text"
+    if len(documents) == 1 and source_config.kind == "text":
+        return "which cannot be divided; use kind 'passages', which cuts a file at blank lines, or set held_out_fraction to 0"
+    return f"held_out_fraction {fraction}; add documents or change the fraction"
 
 
 def _part_in_split(config, source_config, document: Document, training: bool) -> Document | None:
@@ -230,7 +253,8 @@ def _records(
     records = order
     if isinstance(source_config, SourceConfig):
 
-        def record(document: Document) -> TokenRecord:
+        def record(document: Document | None) -> TokenRecord:
+            assert document is not None, "the filter drops them"
             try:
                 texts = [document_ids(text, tokenizer) for text in document.texts()]
             except ValueError as error:
@@ -256,7 +280,7 @@ def _max_prefetch(config, source_config, items: Items) -> int:
 
     The mean length of documents is estimated from a sample.
     """
-    if not isinstance(source_config, SourceConfig):
+    if isinstance(items, RecordSource):
         return max(1, config.sequence_length // items.mean_tokens)
     sample = range(0, len(items), -(-len(items) // 8))
     mean = sum(items[number].num_characters for number in sample) / len(sample)
@@ -267,8 +291,12 @@ def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.Iter
     """Returns the records of one source, each once."""
     items = _open(config, source_config, tokenizer, training=training)
     # Not the run's seed, because runs with different seeds are compared on the same rows.
-    order = grain.MapDataset.source(items).seed(0).shuffle()
+    order = _shuffled(items, seed=0)
     return _records(config, source_config, items, order, tokenizer, training=training)
+
+
+def _shuffled(items: RandomAccess[Document | TokenRecord], seed: int) -> grain.MapDataset:
+    return grain.MapDataset.source(items).seed(seed).shuffle()
 
 
 def _pack(config: DataConfig, source_config, records: grain.IterDataset) -> grain.IterDataset:

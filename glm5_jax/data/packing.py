@@ -84,6 +84,7 @@ class _Cut(grain.experimental.FlatMapTransform):
 
 def _table(record: TokenRecord, dtype: np.dtype) -> np.ndarray:
     table = np.zeros(len(record), dtype)
+    assert dtype.names is not None, "the dtype has a field for each stream"
     for name in dtype.names:
         stream = getattr(record, name)
         if stream is None:
@@ -94,6 +95,7 @@ def _table(record: TokenRecord, dtype: np.dtype) -> np.ndarray:
 
 def _row(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     table, positions = packed["record"], packed["record_positions"]
+    assert table.dtype.names is not None, "the table has a field for each stream"
     row = {name: np.ascontiguousarray(table[name]) for name in table.dtype.names}
     row["loss_mask"] = np.where(positions > 0, row["loss_mask"], 0).astype(np.float32)
     return row | {"segment_ids": packed["record_segment_ids"], "positions": positions}

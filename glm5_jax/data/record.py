@@ -133,11 +133,11 @@ class TokenRecord:
             )
 
 
-def plain_record(token_ids: Sequence[int]) -> TokenRecord:
+def plain_record(token_ids: Sequence[int] | np.ndarray) -> TokenRecord:
     """Returns a record that trains on every token except the first, with cross-entropy weight 1."""
     loss_mask = np.ones(len(token_ids), np.float32)
     loss_mask[:1] = 0
-    return TokenRecord(token_ids=token_ids, loss_mask=loss_mask, ce_weight=loss_mask)
+    return TokenRecord(token_ids=np.asarray(token_ids), loss_mask=loss_mask, ce_weight=loss_mask)
 
 
 def _stream(name: str, value: object, dtype: type) -> np.ndarray:

@@ -15,8 +15,8 @@ import json
 import os
 import pathlib
 import sysconfig
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import grain
 import msgspec
@@ -27,6 +27,7 @@ from glm5_jax.data.document import (
     AsTexts,
     Books,
     Document,
+    RandomAccess,
     Repositories,
     decode,
     passages,
@@ -118,12 +119,9 @@ class SourceConfig:
         return float("inf") if self.max_characters is None else self.max_characters
 
 
-class TextSource(Protocol):
-    """Random-access sequence of texts; satisfies Grain's `RandomAccessDataSource`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> str: ...
+T = TypeVar("T", str, Document)
+# Function that opens the files of a source.
+Opener = Callable[[Sequence[pathlib.Path], SourceConfig], RandomAccess[T]]
 
 
 class TextFiles:
@@ -227,30 +225,33 @@ class ArrayRecords:
         self._records = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._records)  # pyright: ignore[reportArgumentType]: its base class has no types
 
     def __getitem__(self, index: int) -> str:
         record, where = self._records[index], f"record {index} of {self._name}"
         return _field(record, self._field, where) if self._field else decode(record, where)
 
 
-def open_source(config: SourceConfig) -> TextSource:
+def open_source(config: SourceConfig) -> RandomAccess[str]:
     """Opens a source as plain texts of any length.
 
     Raises ValueError with the path if no file matches or the files have no document.
     """
-    source = _open(config)
-    return AsTexts(source) if config.kind in COMPOSITE else source
+    if config.kind in DOCUMENT_KINDS:
+        return AsTexts(_open(config, DOCUMENT_KINDS[config.kind]))
+    return _open(config, TEXT_KINDS[config.kind])
 
 
-def open_documents(config: SourceConfig) -> Sequence[Document]:
+def open_documents(config: SourceConfig) -> RandomAccess[Document]:
     """Opens a source as documents with parts, interleaved if the config says so.
 
     Without interleaving it includes documents outside the config's limits of length, because their length is known only
     after reading (`SourceConfig.fits`). Raises ValueError like `open_source`, and if no document is left to interleave.
     """
-    source = _open(config)
-    documents = source if config.kind in COMPOSITE else AsDocuments(source)
+    if config.kind in DOCUMENT_KINDS:
+        documents = _open(config, DOCUMENT_KINDS[config.kind])
+    else:
+        documents = AsDocuments(_open(config, TEXT_KINDS[config.kind]))
     if config.interleave is None:
         return documents
     numbers = [i for i in range(len(documents)) if config.fits(documents[i])]
@@ -259,7 +260,7 @@ def open_documents(config: SourceConfig) -> Sequence[Document]:
     return Interleaved(documents, numbers, config.interleave)
 
 
-def _open(config: SourceConfig) -> TextSource | Sequence[Document]:
+def _open(config: SourceConfig, open_files: Opener[T]) -> RandomAccess[T]:
     if config.kind.startswith("stdlib"):
         paths = stdlib_paths()
     elif config.kind.startswith("shakespeare"):
@@ -270,7 +271,7 @@ def _open(config: SourceConfig) -> TextSource | Sequence[Document]:
     if not paths:
         raise ValueError(f"source {config.name!r}: no file matches; give a file or a glob")
     try:
-        source = KINDS[config.kind](paths, config)
+        source = open_files(paths, config)
     except ValueError as error:
         raise ValueError(f"source {config.name!r}: {error}") from error
     if not len(source):
@@ -304,7 +305,7 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
 
-def fingerprint(source: Sequence[str | Document | TokenRecord]) -> str:
+def fingerprint(source: RandomAccess[str | Document | TokenRecord]) -> str:
     """Returns the fingerprint of a source, the same on every machine.
 
     It has the number of documents and a hash of at most `FINGERPRINT_DOCUMENTS` of them (`FINGERPRINT_RECORDS` for a
@@ -373,17 +374,19 @@ def _fixed_folder(pattern: str) -> pathlib.Path:
 
 
 SHIPPED = ("shakespeare", "shakespeare_book", "stdlib", "stdlib_packages")
-KINDS = {
+TEXT_KINDS: dict[str, Opener[str]] = {
     "text": lambda paths, config: TextFiles(paths),
     "passages": lambda paths, config: Passages(paths),
     "jsonl": lambda paths, config: JsonLines(paths, config.field),
     "parquet": lambda paths, config: Parquet(paths, config.field),
     "array_record": lambda paths, config: ArrayRecords(paths, config.field),
+    "shakespeare": lambda paths, config: Passages(paths),
+    "stdlib": lambda paths, config: TextFiles(paths),
+}
+DOCUMENT_KINDS: dict[str, Opener[Document]] = {
     "books": lambda paths, config: Books(paths),
     "repositories": lambda paths, config: Repositories(_fixed_folder(config.path), paths),
-    "shakespeare": lambda paths, config: Passages(paths),
     "shakespeare_book": lambda paths, config: Books(paths),
-    "stdlib": lambda paths, config: TextFiles(paths),
     "stdlib_packages": lambda paths, config: Repositories(_stdlib(), paths),
 }
-COMPOSITE = ("books", "repositories", "shakespeare_book", "stdlib_packages")  # Documents, not texts
+KINDS = (*TEXT_KINDS, *DOCUMENT_KINDS)

@@ -22,8 +22,9 @@ import zlib
 
 import numpy as np
 
+from glm5_jax.data.document import RandomAccess
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.data.sources import SourceConfig, TextSource, open_source
+from glm5_jax.data.sources import SourceConfig, open_source
 from glm5_jax.data.task_kinds import BUILD, KINDS
 from glm5_jax.data.task_renderers import (
     MAX_REPEATS,
@@ -159,7 +160,7 @@ class LongContextTasks:
         config: LongContextTaskConfig,
         tokenizer: Tokenizer,
         *,
-        source: TextSource | None = None,
+        source: RandomAccess[str] | None = None,
         stream: str = "train",
     ):
         """Opens the source, and generates the first task as a check.
@@ -192,7 +193,8 @@ class LongContextTasks:
     def __getitem__(self, index: int) -> TokenRecord:
         task = self.task(index)
         ends = np.cumsum([len(task.prompt), *map(len, task.answers)]).tolist()
-        spans = [(*span, "answer") for span in (*task.practice, *itertools.pairwise(ends))]
+        answers = (*task.practice, *itertools.pairwise(ends))
+        spans = [(start, end, "answer") for start, end in answers]
         mask = np.full(ends[-1], self.config.loss == "all", np.float32)
         mask[0] = 0
         for start, end, _ in spans:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from glm5_jax.data.sources import TextSource
+from glm5_jax.data.document import RandomAccess
 from glm5_jax.text.tokenizer import Tokenizer
 
 MAX_REPEATS = 8  # of near-identical requests, as in OpenAI's MRCR (2, 4 or 8)
@@ -134,7 +134,7 @@ class TextRenderer:
     NOTES = "Notes with codes are hidden in the text below. Keep them in mind."
     slack = 1.5
 
-    def __init__(self, tokenizer: Tokenizer, source: TextSource):
+    def __init__(self, tokenizer: Tokenizer, source: RandomAccess[str]):
         self._encode = tokenizer.encode
         self._hay = _Haystack(source, tokenizer)
         self.forms, self.topics = list(self.FORMS[:NUM_FORMS]), list(self.TOPICS[:NUM_TOPICS])
@@ -211,7 +211,7 @@ class TextRenderer:
 class _Haystack:
     """Haystack of documents as token ids, line by line."""
 
-    def __init__(self, source: TextSource, tokenizer: Tokenizer):
+    def __init__(self, source: RandomAccess[str], tokenizer: Tokenizer):
         self._source, self._encode = source, tokenizer.encode
         self._document = functools.lru_cache(CACHED_DOCUMENTS)(self._read)
 

@@ -27,7 +27,15 @@ from typing import Protocol
 from glm5_jax.agents.judge import Rubric, rubrics
 from glm5_jax.data.preferences import read_anchors, read_prompts
 from glm5_jax.envs.instructions.guards import language_mixing, length, repetition
-from glm5_jax.rl.types import Attempt, Message, Reward, Task, Unreadable, Verifier, settled
+from glm5_jax.rl.types import (
+    Attempt,
+    Message,
+    Reward,
+    Task,
+    UnreadableReply,
+    Verifier,
+    reward_without_verifier,
+)
 
 KIND = "general"
 MODES = ("multiply", "subtract")
@@ -151,7 +159,7 @@ class HybridReward:
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
         """Returns the reward of an attempt, as `rl.types.Verifier` does."""
-        if reward := settled(attempt, {"gate": 0.0}):
+        if reward := reward_without_verifier(attempt, {"gate": 0.0}):
             return reward
         if not attempt.reply.strip():
             return Reward(0.0, {"gate": 0.0}, "there is no reply")
@@ -178,7 +186,8 @@ class HybridReward:
         for value in (0.0, None):
             if errors := [r.error for r in rewards if r.error and r.value == value]:
                 return Reward(value, parts, "; ".join(errors))
-        return Reward(combine(parts, self.config), parts, error)
+        complete = {name: value for name, value in parts.items() if value is not None}
+        return Reward(combine(complete, self.config), parts, error)
 
     async def _score(self, name: str, task: Task, attempt: Attempt) -> Reward:
         """Returns a model's reward, its value under the model's name in `parts`; both are None if it failed."""
@@ -190,7 +199,7 @@ class HybridReward:
                 return Reward(
                     reward.value, reward.parts, reward.error and f"{name}: {reward.error}"
                 )
-        except Unreadable as failure:
+        except UnreadableReply as failure:
             return Reward(0.0, {name: None}, f"{name}: {failure}")
         except TimeoutError:
             error = f"no answer within {self.config.timeout_s} s"
@@ -199,11 +208,13 @@ class HybridReward:
         return Reward(None, {name: None}, f"{name}: {error}")
 
     async def _outcome(self, task: Task, attempt: Attempt) -> Reward:
+        assert self.orm is not None, "a reward model of weight 0 is not called"
         value = await self.orm(task, attempt)
         z = standardize(value, self.orm.mean, self.orm.std, self.config.squash)
         return Reward(value, {"orm": value, "orm_z": z})
 
     async def _judged(self, task: Task, attempt: Attempt) -> Reward:
+        assert self.judge is not None, "a judge of weight 0 is not called"
         data = task.data
         arguments = (rubrics()[data.get("rubric", "general")], task.messages, attempt.reply)
         guidance = data.get("guidance", "")
@@ -233,7 +244,7 @@ def standardize(value: float | None, mean: float, std: float, squash: bool) -> f
     return (1 + math.tanh(z / 2)) / 2 if squash else z
 
 
-def combine(parts: Mapping[str, float | None], config: GeneralConfig) -> float:
+def combine(parts: Mapping[str, float], config: GeneralConfig) -> float:
     """Returns R of complete parts."""
     weights = {"orm_z": config.orm, "grm": config.grm} if config.has_models else {"rules": 1.0}
     core = sum(weight * parts[name] for name, weight in weights.items() if weight)
@@ -259,7 +270,12 @@ def prompt_tasks(path: str | os.PathLike) -> list[Task]:
     for name in {prompt.rubric for prompt in prompts}:
         _check_rubric(name, path)
     return [
-        Task(one.id, KIND, one.messages, {"rubric": one.rubric, "guidance": one.guidance})
+        Task(
+            id=one.id,
+            kind=KIND,
+            messages=one.messages,
+            data={"rubric": one.rubric, "guidance": one.guidance},
+        )
         for one in prompts
     ]
 
@@ -272,11 +288,11 @@ def anchor_tasks(path: str | os.PathLike, rubric: str = "general") -> list[Task]
     _check_rubric(rubric, path)
     return [
         Task(
-            f"{os.fspath(path)}:{number}",
-            KIND,
-            one.messages,
-            {"rubric": rubric, "anchor": one.anchor["content"]},
-            one.tools,
+            id=f"{os.fspath(path)}:{number}",
+            kind=KIND,
+            messages=one.messages,
+            data={"rubric": rubric, "anchor": one.anchor["content"]},
+            tools=one.tools,
         )
         for number, one in enumerate(read_anchors(path), 1)
     ]

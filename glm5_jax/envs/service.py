@@ -3,7 +3,7 @@
 Other services are subclasses of `ChatService`, such as that of terminal tasks (`terminal.service`).
 
     service = AgentService(
-        ServiceConfig(name="search", hub="http://10.0.0.2:8100", port=8201), tasks, held_out, toolbox, verifier, tokenizer
+        ServiceConfig(name="search", orchestrator="http://10.0.0.2:8100", port=8201), tasks, held_out, toolbox, verifier, tokenizer
     )
     asyncio.run(service.serve())
 """
@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import Counter, TokenCounter
 from glm5_jax.agents.loop import ChatAgent, LoopConfig, Trace
-from glm5_jax.rl.orchestrator.task_service import Asked, Outcome, ServiceConfig, TaskService
+from glm5_jax.rl.orchestrator.task_service import (
+    Outcome,
+    RolloutRequest,
+    ServiceConfig,
+    TaskService,
+)
 from glm5_jax.rl.rollouts.rollout import Tools
 from glm5_jax.rl.types import Reward, Task, Verifier
 from glm5_jax.text.tokenizer import Tokenizer
@@ -55,7 +60,7 @@ class ChatService(TaskService):
         """
         raise NotImplementedError
 
-    async def attempt(self, request: Asked, index: int) -> Outcome:
+    async def attempt(self, request: RolloutRequest, index: int) -> Outcome:
         """Runs an attempt at the task with this number, and returns its outcome with metrics of the agent."""
         task = (self._held_out if request.held_out else self._tasks)[index]
         client = ChatClient(
@@ -101,9 +106,9 @@ class AgentService(ChatService):
         counter = TokenCounter(tokenizer, variant, thinking)
         # A reply may use the agent's full time limit.
         super().__init__(config, tasks, held_out, counter, loop.max_tokens, loop.timeout_s)
-        if loop.timeout_s >= config.seconds:
+        if loop.timeout_s >= config.rollout_timeout_s:
             raise ValueError(
-                f"an agent has {loop.timeout_s:g} s and a rollout with its verdict {config.seconds:g} s; raise seconds of "
+                f"an agent has {loop.timeout_s:g} s and a rollout with its verdict {config.rollout_timeout_s:g} s; raise rollout_timeout_s of "
                 "the service, or slow attempts count as failures of the environment"
             )
         self._tools, self._verifier, self._loop = tools, verifier, loop

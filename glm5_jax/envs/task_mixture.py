@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm5_jax.rl.orchestrator.fair_share import shuffled
+from glm5_jax.rl.orchestrator.fair_share import shuffled_indices
 from glm5_jax.rl.types import Task
 
 
@@ -140,7 +140,7 @@ class TaskMixture:
         epoch, index = divmod(kind.drawn, len(kind.tasks))
         kind.drawn += 1
         kind.waiting += 1
-        return kind.tasks[shuffled(self._seed, name, epoch, len(kind.tasks))[index]]
+        return kind.tasks[shuffled_indices(self._seed, name, epoch, len(kind.tasks))[index]]
 
     def _returned(self, task: Task) -> _Kind:
         name = self._kind_of.get(task.id)

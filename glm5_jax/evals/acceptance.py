@@ -7,7 +7,6 @@ without drafts has accepted length 1, and n drafts give at most n + 1.
 
 import dataclasses
 
-import jax
 import numpy as np
 from jaxtyping import PyTree
 
@@ -15,7 +14,10 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
-from glm5_jax.model.draft import speculate
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig, Handle, Request
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
 RESAMPLES = 2000
@@ -95,28 +97,49 @@ def held_out_prompts(
 def accepted_length(
     params: PyTree, cfg: ModelConfig, prompts: np.ndarray, config: AcceptanceConfig
 ) -> Acceptance:
-    """Continues the prompts int[p t] in one batch by speculative decoding, and counts accepted tokens.
+    """Continues the prompts int[p t] by an engine with speculative decoding, and counts accepted tokens.
 
     A text ends with an end token, which counts; accepted tokens after it do not. Steps with too few remaining tokens for
-    all drafts to count are left out. Raises the ValueErrors of `speculate`.
+    all drafts to count are left out. Raises ValueError for a model that an engine cannot serve.
     """
     if not cfg.num_nextn_predict_layers:
         steps = np.full(len(prompts), config.new_tokens - 1)
         return Acceptance(length=1.0, low=1.0, high=1.0, accept_rates=(), steps=steps, tokens=steps)
-    accepted = speculate(
-        params,
-        prompts,
-        cfg,
-        config.new_tokens,
+    return count(accepted_tokens(params, cfg, prompts, config), config)
+
+
+def accepted_tokens(
+    params: PyTree, cfg: ModelConfig, prompts: np.ndarray, config: AcceptanceConfig
+) -> np.ndarray:
+    """Returns the number of tokens of each verification, int[p, rounds]; 0 after the end of a text."""
+    options = EngineConfig(
         num_speculative_tokens=config.num_speculative_tokens,
-        temperature=config.temperature,
-        key=jax.random.key(config.seed),
-    ).accepted
-    return count(accepted, config)
+        max_num_seqs=len(prompts),
+        max_length=prompts.shape[1] + config.new_tokens,
+    )
+    engine = Engine(glm5.Glm5(cfg, params=params), config=options)
+    lengths: list[list[int]] = []
+    for i, prompt in enumerate(prompts.tolist()):
+        of_prompt: list[int] = []
+        sampling = Sampling(
+            max_tokens=config.new_tokens, temperature=config.temperature, seed=config.seed + i
+        )
+
+        def record(handle: Handle, of_prompt: list[int] = of_prompt) -> None:
+            of_prompt.append(handle.num_tokens)
+
+        engine.submit(Request(prompt, sampling), record)
+        lengths.append(of_prompt)
+    while engine.step():
+        pass
+    accepted = np.zeros((len(prompts), max(map(len, lengths)) - 1), int)
+    for row, of_prompt in zip(accepted, lengths):
+        row[: len(of_prompt) - 1] = np.diff(of_prompt)
+    return accepted
 
 
 def count(accepted: np.ndarray, config: AcceptanceConfig) -> Acceptance:
-    """Computes the result from accepted int[p, rounds] of `speculate`. Raises ValueError if no step counts."""
+    """Computes the result from accepted int[p, rounds] of `accepted_tokens`. Raises ValueError if no step counts."""
     before = 1 + np.cumsum(accepted, 1) - accepted
     counted = (accepted > 0) & (config.new_tokens - before > config.num_speculative_tokens)
     accepted = np.where(counted, accepted, 0)

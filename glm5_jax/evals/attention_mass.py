@@ -24,15 +24,18 @@ from jaxtyping import PyTree
 from glm5_jax.config import ModelConfig
 from glm5_jax.evals.batches import batches
 from glm5_jax.model import glm5, vocabulary
-from glm5_jax.model.block import ForwardContext, block
+from glm5_jax.model.block import block
+from glm5_jax.model.context import ForwardContext, make_context
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Index, Selection, index_keys, index_queries
 from glm5_jax.model.mla import AttentionOutput, Keys, Queries, mla
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import Region
 from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.mla_prologue import mla_prologue
 from pallas_kernels.pointwise import rms_norm
+from pallas_kernels.quantized_vectors import QuantizedVectors
 from pallas_kernels.summed_attention_probs import summed_attention_probs
 
 
@@ -100,7 +103,7 @@ class AttentionInputs(NamedTuple):
 
 
 def attention_inputs(w: PyTree, x: jax.Array, context: ForwardContext) -> AttentionInputs:
-    """Computes the attention inputs of a layer with weights w and input x [b t d], like `model.block.attention`."""
+    """Computes the attention inputs of a layer with weights w and input x [b t d], like `model.attention.attention`."""
     cfg, turns = context.cfg, (context.cos, context.sin)
     normed = rms_norm(x, w["attn_norm"], cfg.rms_norm_eps)
     c_q, q, latent, _ = mla_prologue(
@@ -168,7 +171,7 @@ def measure_layers(
 
 @functools.partial(jax.jit, static_argnames=("cfg", "execution"))
 def _embed(params, tokens, cfg, execution):
-    return vocabulary.embed(params, glm5.WeightGatherer(cfg, Region(), execution), tokens)
+    return vocabulary.embed(params, WeightGatherer(cfg, Region(), execution), tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "cfg", "config", "execution"))
@@ -186,14 +189,15 @@ def measure_layer(
 
     index, selection: those of the last layer with an indexer.
     """
-    w = glm5.WeightGatherer(cfg, Region(), execution)(name, w, sliced=True)
+    w = WeightGatherer(cfg, Region(), execution)(name, w, sliced=True)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    context, _ = glm5.make_context(positions, None, None, cfg, execution, Region())
+    context, _ = make_context(positions, None, None, cfg, execution, Region())
     inputs = attention_inputs(w, x, context)
     index = inputs.index or index
     attended = mla(
         w["attn"], Queries(inputs.queries, 0, None), Keys(inputs.latent, None), cfg, execution
     )
+    assert index is not None, "the first layer has an indexer"
     measures = _measure(attended, index, config, cfg, execution)
     x, selection, _, _ = block(w, x, selection, None, context)
     return x, index, selection, measures
@@ -203,13 +207,15 @@ def _measure(
     attended: AttentionOutput, index: Index, config: MassConfig, cfg, execution: ExecutionConfig
 ):
     """Returns wide[b t 3 top_k + levels] per query: selected, best and recent by top_k, then keys by levels."""
-    t = index.k.shape[1]
+    idx_k = index.k
+    assert not isinstance(idx_k, QuantizedVectors), "only caches hold keys in 8 bits"
+    t = idx_k.shape[1]
 
     def measure_block(args):
         first, q, lse, idx_q, idx_w = args
         rest = {"scale": cfg.softmax_scale, "start": first, "implementation": execution.kernels}
         p = summed_attention_probs(q, attended.k, lse, **rest)
-        scores = index_scores(idx_q, idx_w, index.k, implementation=execution.kernels)
+        scores = index_scores(idx_q, idx_w, idx_k, implementation=execution.kernels)
         return shares(p, scores, first + 1 + jnp.arange(q.shape[1], dtype=jnp.int32), config)
 
     parts = []

@@ -24,6 +24,7 @@ from glm5_jax.evals.columns import align_columns
 from glm5_jax.evals.intervals import Z
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import Region
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.cross_entropy import linear_cross_entropy
@@ -114,11 +115,11 @@ def _losses(params, tokens, cfg, mesh, execution):
     hidden = glm5.forward(params, tokens, cfg, mesh=mesh, execution=execution).hidden[:, :-1]
     nll, _ = linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
-        vocabulary.head_weight(params, glm5.WeightGatherer(cfg, Region(), execution)),
+        vocabulary.head_weight(params, WeightGatherer(cfg, Region(), execution)),
         jnp.asarray(tokens)[:, 1:].reshape(-1),
         CHUNK,
         # A kernel runs on one device. XLA can split only the reference over a mesh.
-        implementation=execution.kernels if mesh is None else "ref",
+        implementation=execution.kernels if mesh is None else "xla",
     )
     return nll.reshape(hidden.shape[:2])
 

@@ -30,6 +30,7 @@ from glm5_jax.evals.columns import align_columns
 from glm5_jax.evals.intervals import paired_difference, wilson
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import Region, make_mesh
 from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.text.tokenizer import Tokenizer
@@ -169,12 +170,13 @@ def correct_tokens(
 ) -> jax.Array:
     """Returns bool[b tail]: whether each of the last tokens is the argmax after its prefix."""
     # Only `hidden` of the forward is used, so the compiler removes its logits [b t v].
+    tokens = jnp.asarray(tokens)
     hidden = glm5.forward(params, tokens, cfg, mesh=mesh, execution=execution).hidden
     hidden = hidden[:, -tail - 1 : -1]
     if mesh is not None:
         # Replicated, so that every process of a pod can read the result.
         hidden = lax.with_sharding_constraint(hidden, NamedSharding(mesh, P()))
-    head = vocabulary.head_weight(params, glm5.WeightGatherer(cfg, Region(), execution))
+    head = vocabulary.head_weight(params, WeightGatherer(cfg, Region(), execution))
     logits = functools.partial(jnp.matmul, preferred_element_type=accum_dtype(hidden.dtype))
     best = lax.map(
         lambda row: jnp.argmax(logits(row, head)),
@@ -257,8 +259,8 @@ def compare(
             "the two were not scored on the same samples; use one RulerConfig for both"
         )
     out = {name: paired_difference(a[name].exact, b[name].exact) for name in a}
-    pooled = [np.concatenate([scores[name].exact for name in a]) for scores in (a, b)]
-    return out | {"all": paired_difference(*pooled)}
+    pooled_a, pooled_b = (np.concatenate([scores[name].exact for name in a]) for scores in (a, b))
+    return out | {"all": paired_difference(pooled_a, pooled_b)}
 
 
 def table(scores: Mapping[str, Score]) -> str:

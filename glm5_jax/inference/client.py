@@ -5,7 +5,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from glm5_jax.runtime.http_server import check_url
 
@@ -53,7 +53,7 @@ class Client:
         with self.open("/v1/models") as response, self._reading():
             return str(json.loads(response.read(MAX_BYTES))["data"][0]["id"])
 
-    def chat(self, messages: Sequence[Mapping], **fields) -> Iterator[dict]:
+    def chat(self, messages: Sequence[Mapping], **fields) -> Generator[dict, None, None]:
         """Yields the choices of a streamed reply, each with a `delta`. Raises ServerError.
 
         fields: further fields of the request.

@@ -18,16 +18,18 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from glm5_jax.inference.constraints import ReplyConstraint
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
     FAILED,
+    LENGTH,
     Completion,
     EngineConfig,
     Handle,
@@ -37,9 +39,9 @@ from glm5_jax.inference.request import (
 )
 from glm5_jax.inference.request_limits import check_request
 from glm5_jax.inference.runner import Computation, LaunchedStep, Runner, WeightsLost
-from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.sampling import SampledTokens, Sampling
 from glm5_jax.inference.scheduler import Decode, Prefill, Scheduler, Sequence as Running
-from glm5_jax.inference.shapes import MAX_BIAS, resolve_shapes
+from glm5_jax.inference.shapes import resolve_shapes
 from glm5_jax.inference.stats import EngineStats
 from glm5_jax.inference.step_arrays import StepOutput
 from glm5_jax.inference.stop_checker import StopChecker
@@ -69,23 +71,8 @@ class Engine:
         self,
         model: glm5.Glm5,
         tokenizer: Tokenizer | None = None,
+        config: EngineConfig = EngineConfig(),
         *,
-        page_size: int = 64,
-        num_pages: int | None = None,
-        max_num_seqs: int = 16,
-        max_length: int | None = None,
-        prefill_chunk: int = 512,
-        max_batched_tokens: int | None = None,
-        min_prefill_bucket: int = 32,
-        num_speculative_tokens: int = 0,
-        batch_invariant: bool = False,
-        index_cache: str | None = None,
-        latent_cache: str | None = None,
-        token_chunk: int | None = None,
-        vocab_block: int | None = None,
-        replicated: bool = False,
-        max_bias: int = MAX_BIAS,
-        seed: int | None = None,
         version: int = 0,
         execution: ExecutionConfig = ExecutionConfig(),
     ):
@@ -94,36 +81,18 @@ class Engine:
         Args:
           model: model, on its mesh if it has one.
           tokenizer: tokenizer for stop texts and end tokens; None: no stop texts, end tokens of the model's config.
-          max_bias: maximum tokens in a request's logit_bias.
+          config: options.
           version: version of the weights.
           execution: execution options that the engine's options do not set.
-
-        The other arguments are the fields of `EngineConfig`.
         """
-        options = EngineConfig(
-            page_size=page_size,
-            num_pages=num_pages,
-            max_num_seqs=max_num_seqs,
-            max_length=max_length,
-            prefill_chunk=prefill_chunk,
-            max_batched_tokens=max_batched_tokens,
-            min_prefill_bucket=min_prefill_bucket,
-            num_speculative_tokens=num_speculative_tokens,
-            batch_invariant=batch_invariant,
-            index_cache=index_cache,
-            latent_cache=latent_cache,
-            token_chunk=token_chunk,
-            vocab_block=vocab_block,
-            replicated=replicated,
-            seed=seed,
-        )
         cfg = model.cfg
-        self._shape, limits = resolve_shapes(cfg, options, max_bias)
-        max_length = max_length or cfg.max_position_embeddings
+        self._shape, limits = resolve_shapes(cfg, config)
+        max_length = config.max_length or cfg.max_position_embeddings
         self.cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
-        self._runner = Runner(model, self._shape, options.execution(execution))
+        self._runner = Runner(model, self._shape, config.execution(execution))
         self._schedulers = [
-            Scheduler(self._shape.num_pages, page_size, limits) for _ in range(self._runner.dp_size)
+            Scheduler(self._shape.num_pages, config.page_size, limits)
+            for _ in range(self._runner.dp_size)
         ]
         self._in_flight: collections.deque[LaunchedStep] = collections.deque()
         self._live: dict[Running, LiveRequest] = {}
@@ -132,10 +101,10 @@ class Engine:
         self._numbers = itertools.count()
         self._transfers: collections.deque[RequestTransfer] = collections.deque()
         self._eos_ids = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
-        self._seeds = np.random.default_rng(seed)
+        self._seeds = np.random.default_rng(config.seed)
         self.paused = self.is_drained = False
         self.version = version
-        self.stats = EngineStats(accepted=[0] * (num_speculative_tokens + 1))
+        self.stats = EngineStats(accepted=[0] * (config.num_speculative_tokens + 1))
 
     def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
         """Queues a request. listener: see `Handle`. Raises ValueError if it can never be served."""
@@ -150,6 +119,7 @@ class Engine:
             limit=limit,
             seed=seed,
             prefix_namespace=self.version,
+            constraint=request.rules and ReplyConstraint(request.rules, self.cfg.vocab_size),
         )
         dp_rank = self._choose_rank(sequence) if request.dp_rank is None else request.dp_rank
         stops = StopChecker(sampling, limit - len(request.ids), self._eos_ids, self._tokenizer)
@@ -190,7 +160,8 @@ class Engine:
             if self._in_flight:
                 # A step's last batch finishes last.
                 last = self._in_flight[-1].batches[-1].output.count
-                self.stats.num_overlapped += not last.is_ready()
+                is_ready = last.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+                self.stats.num_overlapped += not is_ready
             self._in_flight.append(LaunchedStep(batches, self.version))
             self.stats.num_steps += 1
         self.stats.host_seconds += time.perf_counter() - began
@@ -213,8 +184,9 @@ class Engine:
         if sequence not in self._live:
             raise ValueError("the request has ended, or belongs to another engine")
         live = self._live.pop(sequence)
-        kv_state = self._runner.fetch(live.dp_rank, sequence)
-        self._schedulers[live.dp_rank].remove(sequence)
+        dp_rank = live.rank
+        kv_state = self._runner.fetch(dp_rank, sequence)
+        self._schedulers[dp_rank].remove(sequence)
         live.dp_rank = None
         return RequestTransfer(sequence, live, kv_state, self.version)
 
@@ -264,9 +236,16 @@ class Engine:
         while self._in_flight:
             self._receive()
 
-    def warm(self, show: bool = False) -> None:
-        """Compiles all programs for requests without top_logprobs. show: whether to print a progress bar."""
-        self._runner.warm(show)
+    def compile_programs(self) -> Iterator[tuple[int, int]]:
+        """Compiles all programs for requests without top_logprobs and rules, one at a time.
+
+        Yields the number of compiled programs and of all programs, first of none.
+        """
+        yield from self._runner.compile_programs()
+
+    def warm(self) -> None:
+        """Compiles all programs of `compile_programs`."""
+        collections.deque(self.compile_programs(), maxlen=0)
 
     def generate(
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] = Sampling()
@@ -450,20 +429,25 @@ class Engine:
         """Appends a row's tokens to its sequence, up to the end of the reply."""
         sequence, sampling = work.sequence, work.sequence.handle.request.sampling
         live, handle, sampled = self._live[sequence], sequence.handle, output.sampled
+        if isinstance(work, Prefill) and handle.scores_prompt:
+            assert output.prompt is not None, "the program of such a prefill scores prompts"
+            _append_prompt(handle, work, output.prompt, row, version)
+        if not work.is_sampled:
+            return
         count = int(output.count[row])
         ids, logprobs = (a[row, :count].tolist() for a in (sampled.tokens, sampled.logprobs))
+        self._schedulers[live.rank].update_from_output(work, ids)
+        if not count:
+            return
         if isinstance(work, Decode) and self._shape.num_speculative_tokens:
             self.stats.accepted[count - 1] += 1
-        self._schedulers[live.dp_rank].update_from_output(work, ids)
+        if sampling.max_tokens == 0:
+            self._end(sequence, LENGTH)
+            return
         # Tokens with their log-probs, until one ends the reply.
         tokens, end = [], None
         for i, (token, logprob) in enumerate(zip(ids, logprobs)):
-            top = ()
-            if sampling.top_logprobs:
-                top_ids, values = (
-                    a[row, i].tolist() for a in (sampled.top_ids, sampled.top_logprobs)
-                )
-                top = tuple(zip(top_ids, values))[: sampling.top_logprobs]
+            top = _top_of(sampled, row, i, sampling.top_logprobs)
             tokens.append(Token(token, logprob, version, top))
             end = live.stops.feed(token)
             if end:
@@ -471,8 +455,10 @@ class Engine:
         self.stats.new_tokens += len(tokens)
         if end:
             self._end(sequence, *end, tokens)
-        else:
-            handle.append_output(tokens, None)
+            return
+        if sequence.constraint:
+            sequence.constraint.accept(token.id for token in tokens)
+        handle.append_output(tokens, None)
 
     def _end(
         self,
@@ -496,3 +482,24 @@ class Engine:
             self.step()
         for scheduler in self._schedulers:
             scheduler.is_admitting = True
+
+
+def _append_prompt(
+    handle: Handle, work: Prefill, scored: SampledTokens, row: int, version: int
+) -> None:
+    """Appends the log-probs of the prompt that a prefill has computed, unless they are there already."""
+    ids, num_top = handle.request.ids, handle.request.sampling.top_logprobs
+    if work.start != len(handle.prompt_tokens):
+        return  # the sequence was preempted, and this part is computed again
+    end = min(work.start + work.count, len(ids) - 1)
+    for i, token in enumerate(ids[work.start + 1 : end + 1]):
+        top = _top_of(scored, row, i, num_top)
+        handle.prompt_tokens.append(Token(token, float(scored.logprobs[row, i]), version, top))
+
+
+def _top_of(tokens: SampledTokens, row: int, i: int, count: int) -> tuple[tuple[int, float], ...]:
+    """Returns the `count` most likely tokens at position i of a row, with their log-probs."""
+    if not count:
+        return ()
+    ids, values = (a[row, i].tolist() for a in (tokens.top_ids, tokens.top_logprobs))
+    return tuple(zip(ids, values))[:count]

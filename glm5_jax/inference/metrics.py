@@ -58,7 +58,7 @@ class EngineMetrics:
         self._finished.labels(handle.finish_reason).inc()
         if handle.first_token_at is not None:
             self._first_token.observe(handle.first_token_at - handle.submitted_at)
-            if len(handle.tokens) > 1:
+            if len(handle.tokens) > 1 and handle.ended_at is not None:
                 self._per_token.observe(
                     (handle.ended_at - handle.first_token_at) / (len(handle.tokens) - 1)
                 )

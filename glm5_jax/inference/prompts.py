@@ -17,6 +17,7 @@ from glm5_jax.runtime.json_body import (
     NumberList,
     WideText,
 )
+from glm5_jax.text.messages import describe
 from glm5_jax.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 2048  # of one body
@@ -47,12 +48,16 @@ class PromptReader:
             code = "context_length_exceeded"
             self.limits = JsonLimits(text_bytes, num_numbers, MAX_VALUES, code, self._check_body)
 
-    def split(self, value: Any, param: str) -> Sequence:
+    def split(self, value: Any, param: str) -> list:
         """Splits a field (a text, texts, ids or lists of ids) into prompts. Raises ApiError for too many."""
+        if not isinstance(value, str | list | NumberList):
+            raise ApiError(
+                f"{param}: {describe(value)} is not of type 'string', 'array'", param=param
+            )
         is_one = isinstance(value, str | NumberList) or (
             value and isinstance(value[0], int | float)
         )
-        prompts = [value] if is_one else value
+        prompts = [value] if is_one else list(value)
         if not 0 < len(prompts) <= MAX_PROMPTS:
             raise ApiError(
                 f"{param} has {len(prompts)} prompts; give 1 to {MAX_PROMPTS}", param=param
@@ -99,10 +104,11 @@ class PromptReader:
                 self._check_texts(group, param[:_MAX_PARAM])
 
     def _check_texts(self, texts: Sequence[str | WideText], param: str) -> None:
-        if not self.is_long(sum(map(len, texts))):
+        maximum = self._max_length
+        if maximum is None or not self.is_long(sum(map(len, texts))):
             return
         # The bound by the longest token.
-        size, maximum = sum(map(len, _blocks(texts))), self._max_length
+        size = sum(map(len, _blocks(texts)))
         self._check_count(-(-size // self._longest), param, "at least ")
         # Counts block by block.
         count = done = 0

@@ -138,6 +138,7 @@ class PrefixCache:
 
     def _remove(self, node: _Node) -> None:
         parent = node.parent
+        assert parent is not None, "a root has no page"
         del parent.children[node.tokens]
         node.parent = None
         self._pool.drop([node.page])

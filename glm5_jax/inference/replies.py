@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from glm5_jax.inference.protocol import ParsedRequest
 from glm5_jax.inference.request import DEADLINE, LENGTH, STOP, Handle, Token
+from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
 from glm5_jax.text.tool_calls import Delta, ReplyParser, ToolCall
 
@@ -100,13 +101,14 @@ class Chat:
             for part in self._filters:
                 # A stop within a call is not at the end of the content before it.
                 is_last = stopped and not self.calls and (part == "reasoning") == self._thinking
-                stopped_by = self._handle.stopped_by if is_last else None
+                stop = self._handle.stopped_by
+                stopped_by = stop if is_last and isinstance(stop, str) else None
                 deltas += self._append(part, self._filters[part].close(stopped, stopped_by))
         return list(_merge_deltas(deltas)), tokens
 
     def _convert(self, delta: Delta) -> Iterator[dict]:
         """Yields the OpenAI deltas of a parsed delta."""
-        if delta.part == "call":
+        if delta.call is not None:
             yield from self._append_call(delta.call)
         else:
             yield from self._append(delta.part, self._filters[delta.part].feed(delta.text))
@@ -173,14 +175,40 @@ class Text:
         return text, tokens
 
 
-class Chats:
-    """Responses of `/v1/chat/completions`.
+class ReplyForm:
+    """Form of the responses of an endpoint: one object, or the events of a stream.
 
     Attributes:
       is_cumulative: whether each piece of a stream repeats the pieces before it.
+      has_named_events: whether events have the name in their `type`, and no `[DONE]` follows them.
     """
 
     is_cumulative = False
+    has_named_events = False
+
+    def complete(self) -> dict | list[dict]:
+        """Returns the complete response, after all replies have ended."""
+        raise NotImplementedError
+
+    def first(self) -> list[dict]:
+        """Returns the first events of a stream."""
+        return []
+
+    def piece(self, index: int) -> list[dict]:
+        """Returns the events of a choice since the last call."""
+        raise NotImplementedError
+
+    def last(self) -> list[dict]:
+        """Returns the last events of a stream."""
+        return []
+
+    def failed(self, error: ApiError) -> list[dict]:
+        """Returns the last events of a stream after an error."""
+        return [error.body]
+
+
+class Chats(ReplyForm):
+    """Responses of `/v1/chat/completions`."""
 
     def __init__(
         self, parsed: ParsedRequest, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
@@ -190,7 +218,6 @@ class Chats:
         self._chats = [Chat(parsed, handle, tokenizer) for handle in handles]
 
     def complete(self) -> dict:
-        """Returns the complete response, after all replies have ended."""
         choices = []
         for index, (chat, handle) in enumerate(zip(self._chats, self._handles)):
             _, tokens = chat.take()
@@ -200,7 +227,6 @@ class Chats:
         return _answer(self._origin, "chat.completion", choices) | {"usage": self._usage()}
 
     def first(self) -> list[dict]:
-        """Returns the first chunks of a stream."""
         role = {"role": "assistant", "content": ""}
         chunks = [self._chunk(index, role) for index in range(len(self._chats))]
         for chunk, handle in zip(chunks, self._handles):
@@ -208,7 +234,6 @@ class Chats:
         return chunks
 
     def piece(self, index: int) -> list[dict]:
-        """Returns the chunks of a choice since the last call."""
         handle, chat = self._handles[index], self._chats[index]
         if chat.ended:  # it ended while its last piece was built
             return []
@@ -223,7 +248,6 @@ class Chats:
         return chunks
 
     def last(self) -> list[dict]:
-        """Returns the last chunks of a stream."""
         if not self._parsed.usage:
             return []
         return [_answer(self._origin, "chat.completion.chunk", []) | {"usage": self._usage()}]
@@ -233,10 +257,12 @@ class Chats:
         return _answer(self._origin, "chat.completion.chunk", [choice])
 
     def _usage(self) -> dict:
-        return _usage(self._parsed, self._handles, sum(chat.num_reasoning for chat in self._chats))
+        return usage_of(
+            self._parsed, self._handles, sum(chat.num_reasoning for chat in self._chats)
+        )
 
     def _extras(self, handle: Handle, tokens: Sequence[Token]) -> dict:
-        extras = {"logprobs": None}
+        extras: dict = {"logprobs": None}
         if self._parsed.logprobs:
             extras["logprobs"] = {
                 "content": [
@@ -248,10 +274,8 @@ class Chats:
         return extras | _token_ids_of(self._parsed, tokens)
 
 
-class Completions:
-    """Responses of `/v1/completions`; see `Chats` for the methods."""
-
-    is_cumulative = False
+class Completions(ReplyForm):
+    """Responses of `/v1/completions`."""
 
     def __init__(
         self, parsed: ParsedRequest, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
@@ -264,6 +288,8 @@ class Completions:
         choices = [self._choice(index) for index in range(len(self._texts))]
         for index, choice in enumerate(choices):
             choice["text"] = self._echo(index) + choice["text"]
+            if self._parsed.echo and self._parsed.logprobs:
+                choice["logprobs"] = self._logprobs(index, self._handles[index].tokens)
             choice |= _prompt(self._parsed, self._handles[index])
         return _answer(self._origin, "text_completion", choices) | {"usage": self._usage()}
 
@@ -288,29 +314,38 @@ class Completions:
         return self._parsed.echo[index // self._parsed.num_choices] if self._parsed.echo else ""
 
     def _usage(self) -> dict:
-        return _usage(self._parsed, self._handles, 0)
+        return usage_of(self._parsed, self._handles, 0)
 
     def _choice(self, index: int) -> dict:
         handle = self._handles[index]
         text, tokens = self._texts[index].take()
         reason = _reason(handle) if self._texts[index].ended else None
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-        if self._parsed.logprobs:
-            names = [_token_text(token.id, self._tokenizer) for token in tokens]
-            choice["logprobs"] = {
-                "tokens": names,
-                "token_logprobs": [token.logprob for token in tokens],
-                "top_logprobs": [
-                    {_token_text(i, self._tokenizer): value for i, value in token.top}
-                    for token in tokens
-                ],
-                "text_offset": list(itertools.accumulate(map(len, names[:-1]), initial=0)),
-            }
+        if self._parsed.logprobs and not self._parsed.echo:
+            choice["logprobs"] = self._logprobs(index, tokens)
         return choice | _token_ids_of(self._parsed, tokens)
 
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict:
+        """Returns the log-probs of tokens, after those of the prompt if it is echoed. The first has none."""
+        handle, ids, entries = self._handles[index], [token.id for token in tokens], list(tokens)
+        if self._parsed.echo:
+            ids = [*handle.request.ids, *ids]
+            entries = [None, *handle.prompt_tokens, *tokens]
+        names = [_token_text(i, self._tokenizer) for i in ids]
+        offsets = itertools.accumulate(map(len, names), initial=0)
+        return {
+            "tokens": names,
+            "token_logprobs": [one and one.logprob for one in entries],
+            "top_logprobs": [
+                one and {_token_text(i, self._tokenizer): value for i, value in one.top}
+                for one in entries
+            ],
+            "text_offset": list(offsets)[: len(names)],
+        }
 
-class Generated:
-    """Responses of `/generate`; see `Chats` for the methods.
+
+class Generated(ReplyForm):
+    """Responses of `/generate`.
 
     Each piece of a stream repeats the reply so far, as in SGLang. A piece is sent only after the reply has grown by
     1/32, because with one per token the size of the stream would grow with the square of the tokens.
@@ -330,9 +365,6 @@ class Generated:
         replies = [self._reply(index) for index in range(len(self._texts))]
         return replies if len(replies) > 1 or self._parsed.batch else replies[0]
 
-    def first(self) -> list[dict]:
-        return []
-
     def piece(self, index: int) -> list[dict]:
         is_batch = len(self._texts) > 1 or self._parsed.batch
         num_sent = self._num_sent[index]
@@ -343,13 +375,10 @@ class Generated:
         self._num_sent[index] = len(reply["output_ids"])
         return [reply | ({"index": index} if is_batch else {})]
 
-    def last(self) -> list[dict]:
-        return []
-
     def _reply(self, index: int) -> dict:
         handle, text, tokens = self._handles[index], self._texts[index], self._tokens[index]
         tokens += text.take()[1]
-        ended = {
+        ended: dict[str | None, dict] = {
             STOP: {"type": "stop", "matched": handle.stopped_by},
             LENGTH: {"type": "length", "length": len(tokens)},
         }
@@ -373,7 +402,7 @@ class Generated:
         return {"text": text.text, "output_ids": [t.id for t in tokens], "meta_info": meta}
 
 
-def _usage(parsed: ParsedRequest, handles: Sequence[Handle], num_reasoning: int) -> dict:
+def usage_of(parsed: ParsedRequest, handles: Sequence[Handle], num_reasoning: int) -> dict:
     """Returns the token counts of a response. All choices of a prompt count its tokens once."""
     first = handles[:: parsed.num_choices]
     prompt = sum(len(handle.request.ids) for handle in first)

@@ -4,9 +4,10 @@ import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from glm5_jax.inference.constraints import ReplyRules
 from glm5_jax.inference.sampling import Sampling, as_integer
 from glm5_jax.model.cache import check_formats
 from glm5_jax.model.execution import ExecutionConfig
@@ -90,6 +91,9 @@ class TokenIds(tuple):
       lowest, highest: smallest and largest id; 0 if the prompt is empty.
     """
 
+    lowest: int
+    highest: int
+
     def __new__(cls, ids: Iterable[int]):
         try:
             self = super().__new__(cls, map(operator.index, ids))
@@ -108,13 +112,15 @@ class Request:
       sampling: sampling parameters and stop conditions.
       timeout_s: time limit from submission, in seconds; the reply then ends with its tokens so far. None: no limit.
       dp_rank: data-parallel rank that serves it, such as the one that caches its prefix; None: the engine chooses.
+      rules: rules that the reply must follow, enforced by masks; None: none.
     """
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     sampling: Sampling = Sampling()
     _: dataclasses.KW_ONLY
     timeout_s: float | None = None
     dp_rank: int | None = None
+    rules: ReplyRules | None = None
 
     def __post_init__(self):
         if not isinstance(self.ids, TokenIds):
@@ -127,6 +133,12 @@ class Request:
             object.__setattr__(self, "dp_rank", as_integer("dp_rank", self.dp_rank))
         if self.dp_rank is not None and self.dp_rank < 0:
             raise ValueError(f"dp_rank is {self.dp_rank}; ranks are numbered from 0")
+
+    @property
+    def id_range(self) -> tuple[int, int]:
+        """Lowest and highest token id of the prompt."""
+        assert isinstance(self.ids, TokenIds)
+        return self.ids.lowest, self.ids.highest
 
 
 class Token(NamedTuple):
@@ -175,6 +187,7 @@ class Handle:
       first_token_at: time of the first token; None before it.
       ended_at: time of the end; None before it.
       stopped_by: see `Completion`.
+      prompt_tokens: tokens of the prompt from the second on with their log-probs, if the request wants them.
       cancel_callback: function of the engine that cancels the request.
     """
 
@@ -184,6 +197,7 @@ class Handle:
         self.cached_tokens: int | None = None
         self.submitted_at, self.first_token_at, self.ended_at = time.monotonic(), None, None
         self.stopped_by: int | str | None = None
+        self.prompt_tokens: list[Token] = []
         self._listener = listener
         self._tokens: list[Token] = []
         # (number of tokens, finish_reason) in one assignment, so that readers see the last token and the end together.
@@ -214,6 +228,12 @@ class Handle:
         """Returns the tokens after the first `count` and the finish reason, of one moment."""
         end, reason = self._progress
         return self._tokens[count:end], reason
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of the prompt are still to be computed."""
+        num_scored = len(self.prompt_tokens)
+        return self.request.sampling.prompt_logprobs and num_scored < len(self.request.ids) - 1
 
     @property
     def num_tokens(self) -> int:

@@ -20,8 +20,7 @@ def check_request(
     """
     # Ids, logit biases, rank and stop texts.
     sampling, v = request.sampling, cfg.vocab_size
-    prompt = (request.ids.lowest, request.ids.highest)
-    for ids, name in ((prompt, "the prompt"), (sampling.logit_bias, "logit_bias")):
+    for ids, name in ((request.id_range, "the prompt"), (sampling.logit_bias, "logit_bias")):
         if wrong := [i for i in ids if not 0 <= i < v]:
             raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
     if (max_bias := shape.max_bias) < len(sampling.logit_bias):
@@ -44,7 +43,7 @@ def check_request(
         room = shape.num_pages * shape.page_size
         limit = max(num + 1, min(max_length, room))
     else:
-        limit = num + sampling.max_tokens
+        limit = num + max(1, sampling.max_tokens)  # a prefill always draws a token
         if limit > max_length:
             raise TooLong(
                 f"a prompt of {num} tokens and max_tokens {sampling.max_tokens} exceed the "

@@ -4,11 +4,10 @@
 arrays and starts the programs of steps.py; the results arrive asynchronously.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.inference.constraints import TokenRules, token_rules
 from glm5_jax.inference.quantize import table
 from glm5_jax.inference.sampling import MAX_TOP_LOGPROBS, Sampling, needs_truncation
 from glm5_jax.inference.scheduler import Decode, Prefill, ScheduledStep, Sequence
@@ -37,7 +37,6 @@ from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.quant import with_int4_experts
 from glm5_jax.model.rotated_norm import RotatedNorm
 from glm5_jax.parallel.tree import flatten, is_compound, map_with_path, materialize, unflatten
-from glm5_jax.runtime.console import ProgressBar
 from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.quantized_weights import Int4, Int8
 
@@ -52,7 +51,7 @@ class LaunchedBatch(NamedTuple):
     """Launched prefill or decode.
 
     Attributes:
-      rows: (row of `output`, its work) of each sampled token.
+      rows: (row of `output`, its work) of each sampled token and each scored part of a prompt.
       output: tokens that the device draws.
     """
 
@@ -92,7 +91,7 @@ class Computation(NamedTuple):
       execution: execution options.
     """
 
-    params: dict
+    params: PyTree
     cfg: ModelConfig
     shape: EngineShapes
     mesh: jax.sharding.Mesh | None
@@ -124,7 +123,7 @@ class Runner:
             # later calls, which get committed pages.
             [device] = set(jax.tree.leaves(self._shardings))
             self._device = jax.device_put(self._device, device)
-        self._params = None
+        self._params: PyTree = None
         self.load(params)
 
     @property
@@ -230,13 +229,13 @@ class Runner:
     def fetch(self, dp_rank: int, sequence: Sequence) -> KVState:
         """Returns the cache of a sequence that has no work in flight."""
         pages = self._global_pages(dp_rank, sequence.pages)
-        return _read_slot(self._device, pages, dp_rank, sequence.slot)
+        return _read_slot(self._device, pages, dp_rank, sequence.device_slot)
 
     def check(self, kv_state: KVState) -> None:
         """Raises ValueError unless a cache from another engine fits this one."""
         structure = jax.tree.structure(kv_state)
         pages = zip(*(jax.tree.leaves(tree[:2]) for tree in (kv_state, self._device)))
-        is_same = structure == jax.tree.structure(KVState(*self._device))
+        is_same = structure == jax.tree.structure(KVState(**self._device._asdict()))
         if not is_same or any((a.shape[1:], a.dtype) != (b.shape[1:], b.dtype) for a, b in pages):
             raise ValueError(
                 "the transfer comes from another kind of engine; model, page_size, num_speculative_tokens, "
@@ -248,8 +247,8 @@ class Runner:
         pages = self._global_pages(dp_rank, sequence.pages)
         if self._mesh is not None:
             kv_state = jax.device_put(kv_state, NamedSharding(self._mesh, P()))
-        self._device = _write_slot(self._device, kv_state, pages, dp_rank, sequence.slot)
-        self._num_listed[dp_rank, sequence.slot] = 0  # the slot was another sequence's
+        self._device = _write_slot(self._device, kv_state, pages, dp_rank, sequence.device_slot)
+        self._num_listed[dp_rank, sequence.device_slot] = 0  # the slot was another sequence's
         self._list(dp_rank, sequence)
 
     def _global_pages(self, dp_rank: int, pages: list[int]) -> np.ndarray:
@@ -259,8 +258,11 @@ class Runner:
         numbers[: len(pages)] = np.array(pages) + dp_rank * self._shape.num_pages
         return numbers.astype(np.int32)
 
-    def warm(self, show: bool = False) -> None:
-        """Compiles all programs for requests without top_logprobs. show: whether to print a progress bar."""
+    def compile_programs(self) -> Iterator[tuple[int, int]]:
+        """Compiles all programs for requests without top_logprobs and rules, one at a time.
+
+        Yields the number of compiled programs and of all programs, first of none.
+        """
         shape = self._shape
         widths = _all_buckets(shape.table_width, shape.max_pages)
         variants = [SamplingVariant(truncate) for truncate in (False, True)]
@@ -280,12 +282,12 @@ class Runner:
             if width * shape.page_size >= t or width == widths[-1]
             for variant in variants
         ]
-        with ProgressBar(len(calls), unit="program") if show else contextlib.nullcontext() as bar:
-            for done, (call, width, variant) in enumerate(calls, 1):
-                call(width, variant)
-                if bar:
-                    bar.update(done, "compiled")
-        jax.block_until_ready(self._device)
+        yield 0, len(calls)
+        for done, (call, width, variant) in enumerate(calls, 1):
+            call(width, variant)
+            if done == len(calls):
+                jax.block_until_ready(self._device)
+            yield done, len(calls)
 
     def lower_dummy(self, name: str) -> tuple[jax.stages.Lowered, dict]:
         """Lowers the largest "prefill" or "decode" program without sequences; returns it and its arguments by kind."""
@@ -318,7 +320,7 @@ class Runner:
         for dp_rank, of_rank in enumerate(decodes):
             for row, one in enumerate(of_rank):
                 sequence, at = one.sequence, (dp_rank, row)
-                slot[at], limit[at] = sequence.slot, sequence.limit
+                slot[at], limit[at] = sequence.device_slot, sequence.limit
                 if one.forced_token is not None:
                     forced_token[at] = one.forced_token
                 max_pages = max(max_pages, self._list(dp_rank, sequence))
@@ -330,6 +332,7 @@ class Runner:
             slot=slot,
             forced_token=forced_token,
             limit=limit,
+            rules=self._rules(decodes, b, 1 + shape.num_speculative_tokens),
         )
         variant = _variant(one.sequence for of_rank in decodes for one in of_rank)
         return LaunchedBatch(rows, self._run(self._steps.decode, batch, variant))
@@ -350,14 +353,16 @@ class Runner:
             for row, one in enumerate(of_rank):
                 sequence, end, at = one.sequence, one.start + one.count, (dp_rank, row)
                 tokens[dp_rank, row, : one.count] = sequence.ids[one.start : end]
-                start[at], count[at], slot[at] = one.start, one.count, sequence.slot
+                start[at], count[at], slot[at] = one.start, one.count, sequence.device_slot
                 next_token[at] = -1 if one.is_sampled else sequence.ids[end]
                 samplings[dp_rank][row] = sequence.handle.request.sampling
                 seeds[at] = sequence.seed
-                self._num_listed[dp_rank, sequence.slot] = 0  # the slot was another sequence's
+                self._num_listed[dp_rank, sequence.device_slot] = (
+                    0  # the slot was another sequence's
+                )
                 self._list(dp_rank, sequence)
                 max_pages = max(max_pages, -(-end // shape.page_size))
-                if one.is_sampled:
+                if one.is_sampled or sequence.handle.scores_prompt:
                     rows.append((dp_rank * b + row, one))
         # Launches the program.
         width = shape.table_width(max_pages)
@@ -369,16 +374,36 @@ class Runner:
             tables=self._tables[np.arange(x)[:, None], slot, :width],
             slot=slot,
             rows=self._steps.sampling_rows(seeds, start, samplings),
+            rules=self._rules(prefills, b, 1),
         )
-        variant = _variant(one.sequence for of_rank in prefills for one in of_rank)
+        sequences = [one.sequence for of_rank in prefills for one in of_rank]
+        variant = _variant(sequences)._replace(
+            scores_prompt=any(sequence.handle.scores_prompt for sequence in sequences)
+        )
         return LaunchedBatch(rows, self._run(self._steps.prefill, batch, variant))
+
+    def _rules(
+        self, works: list[list[Decode]] | list[list[Prefill]], num_rows: int, step_tokens: int
+    ) -> TokenRules | None:
+        """Returns the rules of the sampled tokens of all ranks; None: there are none."""
+        # The scheduler has already counted the tokens of this step as in flight.
+        constraints = [
+            [
+                (one.sequence.constraint, one.sequence.num_in_flight - step_tokens)
+                if one.is_sampled
+                else (None, 0)
+                for one in of_rank
+            ]
+            for of_rank in works
+        ]
+        return token_rules(constraints, num_rows, self._cfg.vocab_size, step_tokens)
 
     def _list(self, dp_rank: int, sequence: Sequence) -> int:
         """Adds a sequence's new pages to its table; returns their total number."""
-        first, count = self._num_listed[dp_rank, sequence.slot], len(sequence.pages)
+        first, count = self._num_listed[dp_rank, sequence.device_slot], len(sequence.pages)
         if first < count:
-            self._tables[dp_rank, sequence.slot, first:count] = sequence.pages[first:]
-            self._num_listed[dp_rank, sequence.slot] = count
+            self._tables[dp_rank, sequence.device_slot, first:count] = sequence.pages[first:]
+            self._num_listed[dp_rank, sequence.device_slot] = count
         return count
 
 

@@ -21,6 +21,7 @@ MAX_TOP_LOGPROBS = 20  # as OpenAI's API allows
 MIN_TEMPERATURE = (
     1e-5  # below it sampling is greedy, as in vLLM, because quotients by it would overflow
 )
+AnyArray = Array | np.ndarray  # of a step's inputs: NumPy's on the host, JAX's in a program
 _MAX_TOP_K = 2**31 - 1  # of an int32; no vocabulary is larger
 _MAX_BIAS = 1e30  # sums with logits stay finite
 
@@ -30,21 +31,23 @@ class Sampling:
     """Sampling parameters of a request. Raises ValueError for values out of range.
 
     Attributes:
-      max_tokens: maximum new tokens; None: as many as the model's positions hold.
+      max_tokens: maximum new tokens; 0: none, the prompt is only computed; None: as many as the model's positions hold.
       temperature: divisor of the logits; below `MIN_TEMPERATURE`: greedy.
       top_p: cumulative probability of the most likely tokens that are kept, after top_k.
       top_k: number of the most likely tokens that are kept; 0: all. Ties go to the lower ids.
       min_p: minimum probability of a token, as a share of the most likely token's.
       stop: texts that end the reply; they are not part of it.
-      stop_after: token after which `stop` counts, such as `</think>` of a reply that begins in thinking; None: `stop`
-        counts from the start.
+      stop_after: token after which `stop` and `late_stop_ids` count, such as `</think>` of a reply that begins in
+        thinking; None: they count from the start.
       stop_skips_blanks: whether `stop` counts only from the first character that is not blank, where a chat's content
         begins.
       stop_ids: tokens that end the reply, in addition to the model's.
+      late_stop_ids: tokens that end the reply after `stop_after`.
       ignore_eos: whether the model's end tokens are ignored.
       seed: seed of the random numbers; None: a random one.
       logit_bias: {token id: number added to its logit}.
       top_logprobs: number of the most likely tokens whose log-probs are reported at each position.
+      prompt_logprobs: whether log-probs of the prompt are reported too, at temperature 1.
     """
 
     max_tokens: int | None = None
@@ -56,10 +59,12 @@ class Sampling:
     stop_after: int | None = None
     stop_skips_blanks: bool = False
     stop_ids: tuple[int, ...] = ()
+    late_stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         for name in ("max_tokens", "top_k", "seed", "top_logprobs"):
@@ -75,7 +80,7 @@ class Sampling:
                     f"logit_bias of {token} is {value}; its size must be at most {_MAX_BIAS}"
                 )
         ranges = {
-            "max_tokens": (1, None),
+            "max_tokens": (0, None),
             "temperature": (0, None),
             "top_p": (0, 1),
             "top_k": (0, None),
@@ -84,7 +89,7 @@ class Sampling:
             "top_logprobs": (0, MAX_TOP_LOGPROBS),
         }
         for name, (minimum, maximum) in ranges.items():
-            value = getattr(self, name)
+            value: float = getattr(self, name)
             if value is None and name in ("max_tokens", "seed"):
                 continue
             is_low = not value >= minimum  # also True for NaN
@@ -132,14 +137,14 @@ class SamplingParamsRow(NamedTuple):
       bias: numbers added to their logits.
     """
 
-    temperature: Float[Array, " b"]
-    top_p: Float[Array, " b"]
-    min_p: Float[Array, " b"]
-    top_k: Int32[Array, " b"]
-    seed: UInt32[Array, "b 2"]
-    position: Int32[Array, " b"]
-    bias_ids: Int32[Array, "b m"]
-    bias: Float[Array, "b m"]
+    temperature: Float[AnyArray, " b"]
+    top_p: Float[AnyArray, " b"]
+    min_p: Float[AnyArray, " b"]
+    top_k: Int32[AnyArray, " b"]
+    seed: UInt32[AnyArray, "b 2"]
+    position: Int32[AnyArray, " b"]
+    bias_ids: Int32[AnyArray, "b m"]
+    bias: Float[AnyArray, "b m"]
 
 
 class SampledTokens(NamedTuple):
@@ -152,7 +157,10 @@ class SampledTokens(NamedTuple):
 
 
 def param_rows(
-    samplings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int], num_bias: int = 0
+    samplings: Sequence[Sampling],
+    seeds: Sequence[int] | np.ndarray,
+    positions: Sequence[int] | np.ndarray,
+    num_bias: int = 0,
 ) -> SamplingParamsRow:
     """Returns the sampling parameters of a batch as NumPy arrays.
 
@@ -167,7 +175,7 @@ def param_rows(
             )
         for k, (token, value) in enumerate(sampling.logit_bias.items()):
             ids[i, k], bias[i, k] = token, value
-    seeds = np.asarray(seeds, np.uint64)
+    words = np.asarray(seeds, np.uint64)
 
     def field(name, dtype):
         return np.array([getattr(sampling, name) for sampling in samplings], dtype)
@@ -177,7 +185,7 @@ def param_rows(
         top_p=field("top_p", np.float32),
         min_p=field("min_p", np.float32),
         top_k=np.array([min(s.top_k, _MAX_TOP_K) for s in samplings], np.int32),
-        seed=np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], -1).astype(np.uint32),
+        seed=np.stack([words >> np.uint64(32), words & np.uint64(2**32 - 1)], -1).astype(np.uint32),
         position=np.asarray(positions, np.int32),
         bias_ids=ids,
         bias=bias,
@@ -196,22 +204,31 @@ def draw(
     *,
     truncate: bool = True,
     num_top: int = 0,
+    mask: UInt32[Array, "b w"] | None = None,
 ) -> SampledTokens:
     """Draws one token for each row.
 
-    truncate: whether a row may need truncation (`needs_truncation`). num_top: most likely tokens to report.
+    Args:
+      logits: logits of the next token.
+      row: sampling parameters.
+      truncate: whether a row may need truncation (`needs_truncation`).
+      num_top: most likely tokens to report.
+      mask: bits of the tokens that may be drawn, the lowest first; None: all may. Log-probs do not depend on it.
     """
-    logits, logprobs, truncated = _scores(logits, row, truncate)
+    logits, logprobs, truncated = _scores(logits, row, truncate, mask)
     noise = jax.vmap(functools.partial(_gumbel, logits.shape[-1]))(row.seed, row.position)
     noisy = jnp.where(_greedy(row), logits, truncated + noise)
     return _sampled_tokens(logprobs, jnp.argmax(noisy, axis=-1).astype(jnp.int32), num_top)
 
 
 def probabilities(
-    logits: Float[Array, "b v"], row: SamplingParamsRow, truncate: bool
+    logits: Float[Array, "b v"],
+    row: SamplingParamsRow,
+    truncate: bool,
+    mask: UInt32[Array, "b w"] | None = None,
 ) -> Float[Array, "b v"]:
     """Returns the distribution that `draw` samples from; that of a greedy row is one-hot."""
-    logits, _, truncated = _scores(logits, row, truncate)
+    logits, _, truncated = _scores(logits, row, truncate, mask)
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
     return jnp.where(_greedy(row), best, jax.nn.softmax(truncated, axis=-1))
 
@@ -222,6 +239,15 @@ def logprobs_of(
     """Returns `draw`'s result for tokens that were drawn elsewhere."""
     _, logprobs, _ = _scores(logits, row, False)
     return _sampled_tokens(logprobs, tokens, num_top)
+
+
+def score_prompt(
+    tokens: Int32[Array, "b t"], logits: Float[Array, "b t v"], num_top: int
+) -> SampledTokens:
+    """Returns the log-probs at temperature 1 of the token after each position, and the most likely tokens there."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    flat = _sampled_tokens(logprobs.reshape(-1, logits.shape[-1]), tokens.reshape(-1), num_top)
+    return jax.tree.map(lambda a: a.reshape(*tokens.shape, *a.shape[1:]), flat)
 
 
 def row_keys(row: SamplingParamsRow) -> Shaped[Array, " b"]:
@@ -240,15 +266,23 @@ def _sampled_tokens(logprobs, tokens, num_top: int) -> SampledTokens:
     )
 
 
-def _scores(logits, row: SamplingParamsRow, truncate: bool):
-    """Returns (biased logits, log-probs at the temperature, these with -inf for tokens that are cut off)."""
+def _scores(logits, row: SamplingParamsRow, truncate: bool, mask=None):
+    """Returns (biased logits, log-probs at the temperature, these with -inf for tokens that are cut off).
+
+    Tokens that a mask excludes have -inf in the first and the last.
+    """
     logits = jax.vmap(_biased)(logits.astype(jnp.float32), row.bias_ids, row.bias)
     # Subtract the maximum first: the rounding of large quotients would exceed the log-probs themselves.
     centred = logits - jnp.max(logits, axis=-1, keepdims=True)
     logprobs = jax.nn.log_softmax(centred / jnp.where(_greedy(row), 1, row.temperature[:, None]))
-    if not truncate:
-        return logits, logprobs, logprobs
-    return logits, logprobs, jax.vmap(_truncated)(logprobs, row.top_k, row.top_p, row.min_p)
+    allowed = logprobs
+    if mask is not None:
+        bits = jnp.arange(32, dtype=jnp.uint32)
+        is_allowed = ((mask[..., None] >> bits) & 1).reshape(len(mask), -1)[:, : logits.shape[-1]]
+        logits, allowed = (jnp.where(is_allowed, x, -jnp.inf) for x in (logits, logprobs))
+    if truncate:
+        allowed = jax.vmap(_truncated)(allowed, row.top_k, row.top_p, row.min_p)
+    return logits, logprobs, allowed
 
 
 def _greedy(row: SamplingParamsRow):

@@ -13,9 +13,12 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
+from glm5_jax.inference.constraints import ReplyConstraint
 from glm5_jax.inference.pages import OutOfPages, PagePool
 from glm5_jax.inference.radix import PrefixCache
 from glm5_jax.inference.request import Handle, TooLong
+
+MAX_SCORED_TOKENS = 256  # of a prefill that keeps the logits of all positions
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -33,6 +36,7 @@ class Sequence:
       num_computed_tokens: tokens in its pages after all scheduled work; an upper bound with drafts.
       num_in_flight: tokens that scheduled work draws and that have not arrived; an upper bound with drafts.
       is_ready: whether the device has its newest token.
+      constraint: state of the rules of its reply; None: it has none.
     """
 
     handle: Handle
@@ -45,11 +49,18 @@ class Sequence:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     is_ready: bool = False
+    constraint: ReplyConstraint | None = None
 
     @property
     def total(self) -> int:
         """Number of tokens, including those in flight."""
         return len(self.ids) + self.num_in_flight
+
+    @property
+    def device_slot(self) -> int:
+        """Slot on the device of a sequence that does not wait."""
+        assert self.slot is not None, "the sequence waits"
+        return self.slot
 
     @property
     def num_prompt(self) -> int:
@@ -253,8 +264,13 @@ class Scheduler:
         )
 
     def _decode(self, sequence: Sequence) -> Decode | None:
-        """Returns the decode of a running sequence; None if it needs a prefill, is complete or has no pages."""
+        """Returns the decode of a running sequence.
+
+        None if it needs a prefill, is complete, has no pages, or its next mask depends on tokens in flight.
+        """
         if sequence.slot is None or sequence.total >= sequence.limit:
+            return None
+        if sequence.constraint and sequence.constraint.must_wait(sequence.num_in_flight):
             return None
         at, forced_token = sequence.num_computed_tokens, None
         if not sequence.is_ready:
@@ -322,7 +338,7 @@ class Scheduler:
 
         The last token is never among them, because drawing the next token needs its hidden state.
         """
-        if sequence.prefix_namespace is None:
+        if sequence.prefix_namespace is None or sequence.handle.scores_prompt:
             return []
         pages = self.prefixes.match(self._key(sequence.ids[:-1]), sequence.prefix_namespace)
         if self._limits.batch_invariant:
@@ -337,6 +353,8 @@ class Scheduler:
         unit = self._limits.prefill_chunk if self._limits.batch_invariant else self._size
         end = num_cached + unit + bool(self._limits.num_speculative_tokens)  # see `_key`
         if sequence.prefix_namespace is None or end >= len(sequence.ids):
+            return False
+        if sequence.handle.scores_prompt:
             return False
         begin = sequence.ids[:end]
         return any(
@@ -360,6 +378,8 @@ class Scheduler:
             # Chunks are aligned if batch-invariant, and otherwise use up what is left of the step.
             chunk = self._limits.prefill_chunk
             is_aligned = self._limits.batch_invariant
+            if sequence.handle.scores_prompt and not is_aligned:
+                chunk = min(chunk, MAX_SCORED_TOKENS)
             end = min(end, start + (chunk - start % chunk if is_aligned else min(chunk, left)))
             is_sampled = end == len(sequence.ids)
             prefills.append(Prefill(sequence, start, end - start, is_sampled))
@@ -393,7 +413,7 @@ class Scheduler:
         # Scheduled work may still write into these pages. It runs before all work that is scheduled later.
         self._share(sequence)
         self.pool.drop(sequence.pages)
-        self._slots.append(sequence.slot)
+        self._slots.append(sequence.device_slot)
         self._running.remove(sequence)
         sequence.pages, sequence.slot = [], None
 

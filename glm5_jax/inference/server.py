@@ -1,7 +1,23 @@
-"""HTTP server of an engine: OpenAI's API, SGLang's `/generate`, weight updates, health checks and metrics.
+"""HTTP server of an engine: OpenAI's and Anthropic's APIs, SGLang's `/generate`, weight updates, health and metrics.
+
+    POST /v1/chat/completions       OpenAI's chats: tools, response_format, reasoning_effort, continue_final_message
+    POST /v1/responses              OpenAI's Responses API (responses_protocol.py); nothing is stored
+    POST /v1/completions            OpenAI's completions of texts or ids
+    POST /v1/messages               Anthropic's Messages API (anthropic_protocol.py)
+    POST /v1/messages/count_tokens  tokens of the prompt of such a body
+    POST /generate                  SGLang's schema, with token ids and weight versions
+    POST /pause, /resume            stop and continue launching work
+    POST /update_weights, /weights/begin, /weights/part, /weights/commit, /weights/abort    new weights (weights.py)
+    GET  /                          a page to chat
+    GET  /v1/models                 the served model
+    GET  /health                    200 {"status": "ok"}; 503 while it compiles ("compiling 11 of 38"), ends or has failed
+    GET  /metrics                   Prometheus
+    GET  /weights, /server_info, /model_info    states
 
     server = Server(engine, tokenizer, ServerConfig(port=8000))
     asyncio.run(server.serve())      # until SIGTERM or SIGINT, after running requests
+
+With `warm` the server listens before the engine compiles its programs, and requests wait until it has.
 
 1. A handler parses the body in a thread and submits its requests to the engine.
 2. It sleeps until tokens arrive, and sends them. A slow client delays only its own response.
@@ -11,21 +27,29 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import TypeVar
 
 from aiohttp import web
 
 from glm5_jax.checkpoint import models
-from glm5_jax.inference import protocol, replies
+from glm5_jax.inference import anthropic_protocol, replies, responses_protocol
 from glm5_jax.inference.client import INSTANCE
-from glm5_jax.inference.engine import FINISH, Engine
+from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.metrics import EngineMetrics
-from glm5_jax.inference.protocol import Defaults, ParsedRequest, Reader
-from glm5_jax.inference.request import FAILED, Handle, Paused, TooLong
+from glm5_jax.inference.pending_requests import PendingRequests
+from glm5_jax.inference.protocol import Defaults, ParsedRequest, Reader, read_manifest
+from glm5_jax.inference.request import FAILED, Paused, TooLong
+from glm5_jax.inference.request_bodies import (
+    WEIGHT_LIMITS,
+    AbortPush,
+    BeginPush,
+    CommitPush,
+    UpdateRequest,
+)
 from glm5_jax.inference.runner import WeightsLost
 from glm5_jax.inference.weights import Conflict, Receiver
 from glm5_jax.inference.worker import Worker, WorkerStopped
@@ -39,9 +63,11 @@ from glm5_jax.runtime.http_server import (
     read_json,
 )
 from glm5_jax.runtime.json_pieces import encode_in_pieces
-from glm5_jax.runtime.json_schema import validate
+from glm5_jax.runtime.json_structs import JsonStruct, decode
 from glm5_jax.text.tokenizer import Tokenizer
 
+_Update = TypeVar("_Update", bound=JsonStruct)
+_MESSAGES = "/v1/messages"
 _PAGE = pathlib.Path(__file__).parent / "page.html"
 _MAX_INLINE_TOKENS = (
     32  # larger pieces of a stream are encoded in a thread: with log-probs they take milliseconds
@@ -82,12 +108,14 @@ class Server(HttpServer):
     """Server of one engine, which it owns.
 
     load: returns the weights of a folder, for `/update_weights`, and raises ValueError if it cannot; None: the server
-    accepts no weights. clock: clock for the timeout of a push.
+    accepts no weights. clock: clock for the timeout of a push. warm: whether the engine compiles all programs before
+    the first request.
 
     Attributes:
-      worker: thread that owns the engine, for callers in this process (`rl.weights.reshard.Reshard`).
+      worker: thread that owns the engine, for callers in this process (`rl.weights.reshard.ReshardPusher`).
     """
 
+    config: ServerConfig
     open_to_all = ("/", "/health")
 
     def __init__(
@@ -97,10 +125,11 @@ class Server(HttpServer):
         config: ServerConfig = ServerConfig(),
         load: Callable[[str], dict] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        warm: bool = False,
     ):
         super().__init__(config)
         self._tokenizer, self._load = tokenizer, load
-        self.worker = Worker(engine)
+        self.worker = Worker(engine, warm)
         self._weights = Receiver(engine, self.worker.call, config.push_timeout_s, clock)
         self._receiving = asyncio.Semaphore(_MAX_PARTS_IN_MEMORY)
         self._reader = Reader(
@@ -119,6 +148,9 @@ class Server(HttpServer):
         post = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
+            "/v1/responses": self._responses,
+            _MESSAGES: self._messages,
+            f"{_MESSAGES}/count_tokens": self._count_tokens,
             "/generate": self._generate,
             "/pause": self._pause,
             "/resume": self._resume,
@@ -171,6 +203,31 @@ class Server(HttpServer):
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._reader.completion, replies.Completions)
 
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self._read_response, responses_protocol.Responses)
+
+    def _read_response(self, body, version: int) -> ParsedRequest:
+        chat, repeated = responses_protocol.to_chat(body)
+        return dataclasses.replace(self._reader.chat(chat, version), repeated=repeated)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(
+            request, self._read_messages, anthropic_protocol.AnthropicMessages
+        )
+
+    def _read_messages(self, body, version: int) -> ParsedRequest:
+        return self._reader.chat(anthropic_protocol.to_chat(body), version)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        loop, body = asyncio.get_running_loop(), await self.read_bytes(request)
+        parsed = await loop.run_in_executor(None, self._read, self._read_messages, body)
+        return json_response({"input_tokens": len(parsed.requests[0].ids)})
+
+    def error_response(self, request: web.Request, error: ApiError) -> web.Response:
+        if request.path.startswith(_MESSAGES):
+            return json_response(anthropic_protocol.error_body(error), error.status)
+        return super().error_response(request, error)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         response = await self._answer(request, self._reader.generate, replies.Generated)
         # Tells clients of /weights which process sent this response.
@@ -215,7 +272,7 @@ class Server(HttpServer):
             pending.leave()
 
     async def _stream(self, request: web.Request, reply, pending: "PendingRequests"):
-        """Sends server-sent events: one for each chunk, then [DONE]."""
+        """Sends server-sent events: one for each chunk, then [DONE] unless the events have names."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
@@ -231,7 +288,7 @@ class Server(HttpServer):
 
         async def send(objects):
             for one in objects:
-                await response.write(_event(json_bytes(one)))
+                await response.write(_event(one, json_bytes(one), reply.has_named_events))
 
         loop, num_sent = asyncio.get_running_loop(), [0] * len(pending.handles)
         await send(reply.first())
@@ -250,8 +307,9 @@ class Server(HttpServer):
             self._check_failed(pending.handles)
             await send(reply.last())
         except ApiError as error:
-            await send([error.body])
-        await response.write(b"data: [DONE]\n\n")
+            await send(reply.failed(error))
+        if not reply.has_named_events:
+            await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
 
     def _read(self, read, body: bytes) -> ParsedRequest:
@@ -286,16 +344,13 @@ class Server(HttpServer):
 
     async def _update(self, request: web.Request) -> web.Response:
         """Loads weights from a folder of this machine."""
-        fields = await self._read_update(request, protocol.UPDATE)
-        path = fields["path"]
+        body = await self._read_update(request, UpdateRequest)
+        assert self._load is not None, "checked by _read_update"
+        path = body.path
         with _client_errors("path"):
             try:
                 reply = await self._weights.open(
-                    path,
-                    fields["version"],
-                    fields.get("policy", FINISH),
-                    load=self._load,
-                    rewind=fields.get("rewind", False),
+                    path, body.version, body.policy, load=self._load, rewind=body.rewind
                 )
             except (ValueError, OSError) as error:
                 if isinstance(error, Conflict | Paused) or models.is_checkpoint(path):
@@ -311,15 +366,14 @@ class Server(HttpServer):
         return json_response(self._weights.status() | {"instance": self._instance})
 
     async def _begin_push(self, request: web.Request) -> web.Response:
-        fields = await self._read_update(request, protocol.BEGIN)
-        base = fields.get("base")
+        body = await self._read_update(request, BeginPush)
         with _client_errors("tensors"):
             await self._weights.begin(
-                fields["push"],
-                protocol.read_manifest(fields),
-                base=base and (base["version"], base["checksum"]),
-                keep=fields.get("keep", False),
-                rewind=fields.get("rewind", False),
+                body.push,
+                read_manifest(body),
+                base=body.base and (body.base.version, body.base.checksum),
+                keep=body.keep,
+                rewind=body.rewind,
             )
         return json_response(self._weights.status())
 
@@ -337,26 +391,23 @@ class Server(HttpServer):
         return json_response({"complete": complete})
 
     async def _commit_push(self, request: web.Request) -> web.Response:
-        fields = await self._read_update(request, protocol.COMMIT)
+        body = await self._read_update(request, CommitPush)
         with _client_errors("checksums"):
-            policy = fields.get("policy", FINISH)
-            reply = await self._weights.commit(fields["push"], fields["checksums"], policy)
+            reply = await self._weights.commit(body.push, body.checksums, body.policy)
         return json_response({"success": True, **reply})
 
     async def _abort_push(self, request: web.Request) -> web.Response:
-        fields = await self._read_update(request, protocol.ABORT)
-        self._weights.abort(fields["push"])
+        body = await self._read_update(request, AbortPush)
+        self._weights.abort(body.push)
         return json_response(self._weights.status())
 
-    async def _read_update(self, request: web.Request, schema: Mapping) -> dict:
+    async def _read_update(self, request: web.Request, kind: type[_Update]) -> _Update:
         """Reads a body about weights. Raises ApiError."""
         if self._load is None:
             raise ApiError("this server accepts no weights", 404, "not_found")
         if self.failed:
             raise WorkerStopped("the engine has ended")
-        return await self.read_body(
-            request, lambda body: validate(body, schema), protocol.WEIGHT_LIMITS
-        )
+        return await self.read_body(request, lambda body: decode(body, kind), WEIGHT_LIMITS)
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=_PAGE.read_text("utf-8"), content_type="text/html")
@@ -380,6 +431,8 @@ class Server(HttpServer):
 
     async def _health(self, request: web.Request) -> web.Response:
         state = "failed" if self.failed else "draining" if self._draining else "ok"
+        if state == "ok" and self.worker.compiling is not None:
+            state = "compiling {} of {}".format(*self.worker.compiling)
         return json_response({"status": state}, 200 if state == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -416,68 +469,16 @@ class Server(HttpServer):
         )
 
 
-class PendingRequests:
-    """Requests of one body, shared by the engine's thread, which writes, and the handler, which waits."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, parsed: ParsedRequest, metrics: EngineMetrics
-    ):
-        self.handles: list[Handle] = []
-        self._loop, self._parsed, self._metrics = loop, parsed, metrics
-        self._updated, self._event = set(), asyncio.Event()
-        self._is_abandoned = False
-
-    def submit(self, engine: Engine) -> None:
-        """Submits all requests, in the engine's thread. Cancels them at once if the handler has left."""
-        for index, request in enumerate(self._parsed.requests):
-            handle = engine.submit(request, functools.partial(self._listen, index))
-            self.handles.append(handle)
-            if self._is_abandoned:
-                handle.cancel()
-
-    def leave(self) -> None:
-        """Cancels all requests that have not ended, because the handler is done."""
-        self._is_abandoned = True
-        for handle in list(self.handles):
-            handle.cancel()
-
-    async def updates(self) -> AsyncIterator[set[int]]:
-        """Yields the indices of requests with new output, each with its end once, until all have ended."""
-        done: set[int] = set()
-        while len(done) < len(self.handles):
-            # An end may be visible before its notification arrives.
-            ended = {i for i, handle in enumerate(self.handles) if handle.finish_reason is not None}
-            updated, self._updated = (self._updated | ended) - done, set()
-            if updated:
-                yield updated
-                done |= ended
-            else:
-                await self._event.wait()
-            self._event.clear()
-
-    def _listen(self, index: int, handle: Handle) -> None:
-        """Notifies the handler, from the engine's thread."""
-        if handle.finish_reason is not None:
-            self._metrics.observe(handle)
-        if not self._is_abandoned:
-            try:
-                self._loop.call_soon_threadsafe(self._notify, index)
-            except RuntimeError:  # the loop has ended before the engine
-                handle.cancel()
-
-    def _notify(self, index: int) -> None:
-        self._updated.add(index)
-        self._event.set()
+def _event(value: Mapping, data: bytes, is_named: bool) -> bytes:
+    """Returns a server-sent event of a value with this JSON."""
+    name = b"event: " + value["type"].encode() + b"\n" if is_named else b""
+    return name + b"data: " + data + b"\n\n"
 
 
-def _event(data: bytes) -> bytes:
-    """Returns a server-sent event."""
-    return b"data: " + data + b"\n\n"
-
-
-def _large_events(answer, index: int) -> list[bytes]:
+def _large_events(reply: replies.ReplyForm, index: int) -> list[bytes]:
     """Returns the events of a piece of many tokens. It is slow, so call it outside the event loop."""
-    return [_event(encode_in_pieces(one)) for one in answer.piece(index)]
+    is_named = reply.has_named_events
+    return [_event(one, encode_in_pieces(one), is_named) for one in reply.piece(index)]
 
 
 @contextlib.contextmanager

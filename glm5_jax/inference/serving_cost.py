@@ -84,16 +84,15 @@ def prefill(
     chunk = min(length, length if chunk is None else chunk)
     _check(cfg, serving, length, prompts=prompts, chunk=chunk)
     # The keys of a step are those of its chunk and of all earlier ones; this is the mean.
-    selects, keys = _selects(cfg, serving, length), prompts * (length + chunk) / 2
+    k, keys = _num_selected(cfg, serving, length), prompts * (length + chunk) / 2
     share = chunk / length
     causal = prompts * length * (length + 1) / 2 * share
     n, h, r = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
-    costs = weight_costs(cfg, serving, prompts * chunk, drawn=prompts, indexed=selects)
+    costs = weight_costs(cfg, serving, prompts * chunk, drawn=prompts, indexed=k is not None)
     row = latent_bytes(cfg, None)
-    if not selects:
+    if k is None:
         flops = 2 * n * (h + r + cfg.v_head_dim) * causal
         return costs | _attention(cfg, flops, row * keys)
-    k = cfg.index_topk
     picked = prompts * (k * (k + 1) / 2 + (length - k) * k) * share
     gathered = row * picked / serving.sharing + POSITION_BYTES * picked
     scores = _scores(cfg, serving, causal, keys=keys, picked=picked)
@@ -107,12 +106,12 @@ def decode(cfg: ModelConfig, serving: Serving, length: int, batch: int, queries:
     drafts; a key is read once for all of them. The cost of drafting is not counted.
     """
     _check(cfg, serving, length, batch=batch, queries=queries)
-    selects, keys, tokens = _selects(cfg, serving, length), batch * length, batch * queries
-    costs = weight_costs(cfg, serving, tokens, drawn=tokens, indexed=selects)
+    k, keys, tokens = _num_selected(cfg, serving, length), batch * length, batch * queries
+    costs = weight_costs(cfg, serving, tokens, drawn=tokens, indexed=k is not None)
     row = latent_bytes(cfg, serving.latent_cache)
-    if not selects:
+    if k is None:
         return costs | _attention(cfg, _absorbed(cfg) * keys * queries, row * keys)
-    picked = batch * cfg.index_topk
+    picked = batch * k
     scores = _scores(cfg, serving, keys * queries, keys=keys, picked=picked * queries)
     read = row * picked + POSITION_BYTES * picked * queries
     return costs | scores | _attention(cfg, _absorbed(cfg) * picked * queries, read)
@@ -254,9 +253,10 @@ def _check(cfg: ModelConfig, serving: Serving, length: int, **counts: int) -> No
         raise ValueError("attention is 'sparse', and the model has no indexer; use 'dense'")
 
 
-def _selects(cfg: ModelConfig, serving: Serving, length: int) -> bool:
-    """Returns whether indexers select keys: only above index_topk keys. Below, cached index keys are not counted."""
-    return serving.attention == "sparse" and length > cfg.index_topk
+def _num_selected(cfg: ModelConfig, serving: Serving, length: int) -> int | None:
+    """Returns the number of keys that indexers select; None: all are read, and cached index keys are not counted."""
+    k = cfg.index_topk
+    return k if serving.attention == "sparse" and k is not None and length > k else None
 
 
 def _absorbed(cfg: ModelConfig) -> int:

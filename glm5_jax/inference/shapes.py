@@ -72,9 +72,7 @@ class EngineShapes:
         return bucket_size(count, self.prefill_chunk, self.min_prefill_bucket)
 
 
-def resolve_shapes(
-    cfg: ModelConfig, options: EngineConfig, max_bias: int = MAX_BIAS
-) -> tuple[EngineShapes, Limits]:
+def resolve_shapes(cfg: ModelConfig, options: EngineConfig) -> tuple[EngineShapes, Limits]:
     """Returns the array sizes and step limits of each data-parallel rank.
 
     Raises ValueError for options or models that the engine does not support.
@@ -108,7 +106,7 @@ def resolve_shapes(
         max_num_seqs=options.max_num_seqs,
         max_pages=max_pages,
         prefill_chunk=options.prefill_chunk,
-        max_bias=max_bias,
+        max_bias=MAX_BIAS,
         min_prefill_bucket=options.min_prefill_bucket,
         num_speculative_tokens=drafts,
         batch_invariant=options.batch_invariant,

@@ -5,10 +5,10 @@ Axis x is the data-parallel ranks, y the slots of each, b the rows of a batch.
 
 from typing import NamedTuple
 
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from glm5_jax.inference.sampling import SampledTokens, SamplingParamsRow
+from glm5_jax.inference.constraints import TokenRules
+from glm5_jax.inference.sampling import AnyArray, SampledTokens, SamplingParamsRow
 from glm5_jax.model.cache import LayerCache
 
 
@@ -67,15 +67,17 @@ class PrefillBatch(NamedTuple):
       tables: pages of each sequence.
       slot: slot of each sequence.
       rows: `SamplingParamsRow` [x b ...].
+      rules: rules of the drawn tokens; None: none, which is another program.
     """
 
-    tokens: Int32[np.ndarray, "x b t"]
-    start: Int32[np.ndarray, "x b"]
-    count: Int32[np.ndarray, "x b"]
-    next_token: Int32[np.ndarray, "x b"]
-    tables: Int32[np.ndarray, "x b n"]
-    slot: Int32[np.ndarray, "x b"]
+    tokens: Int32[AnyArray, "x b t"]
+    start: Int32[AnyArray, "x b"]
+    count: Int32[AnyArray, "x b"]
+    next_token: Int32[AnyArray, "x b"]
+    tables: Int32[AnyArray, "x b n"]
+    slot: Int32[AnyArray, "x b"]
     rows: SamplingParamsRow
+    rules: TokenRules | None = None
 
 
 class DecodeBatch(NamedTuple):
@@ -86,12 +88,14 @@ class DecodeBatch(NamedTuple):
       slot: slot of each sequence.
       forced_token: id to read; -1: the newest of the slot.
       limit: maximum tokens of a sequence; 0: the row is padding.
+      rules: rules of the drawn tokens; None: none, which is another program.
     """
 
-    tables: Int32[np.ndarray, "x b n"]
-    slot: Int32[np.ndarray, "x b"]
-    forced_token: Int32[np.ndarray, "x b"]
-    limit: Int32[np.ndarray, "x b"]
+    tables: Int32[AnyArray, "x b n"]
+    slot: Int32[AnyArray, "x b"]
+    forced_token: Int32[AnyArray, "x b"]
+    limit: Int32[AnyArray, "x b"]
+    rules: TokenRules | None = None
 
 
 class StepOutput(NamedTuple):
@@ -100,14 +104,22 @@ class StepOutput(NamedTuple):
     Attributes:
       sampled: tokens of each row [b k ...], in order.
       count: number of them that belong to the reply.
+      prompt: log-probs [b t ...] of the token after each position of a prefill; None: they were not computed.
     """
 
     sampled: SampledTokens
     count: Int32[Array, " b"]
+    prompt: SampledTokens | None = None
 
 
 class SamplingVariant(NamedTuple):
-    """Options of sampling that change the program: `truncate` and `num_top` of `sampling.draw`."""
+    """Options of sampling that change the program.
+
+    Attributes:
+      truncate, num_top: see `sampling.draw`.
+      scores_prompt: whether a prefill computes log-probs of the prompt.
+    """
 
     truncate: bool = False
     num_top: int = 0
+    scores_prompt: bool = False

@@ -23,7 +23,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.inference.rejection_sampling import rejection_sample
 from glm5_jax.inference.sampling import (
+    AnyArray,
     SampledTokens,
     Sampling,
     SamplingParamsRow,
@@ -32,6 +34,7 @@ from glm5_jax.inference.sampling import (
     param_rows,
     probabilities,
     row_keys,
+    score_prompt,
 )
 from glm5_jax.inference.shapes import EngineShapes
 from glm5_jax.inference.step_arrays import (
@@ -43,8 +46,7 @@ from glm5_jax.inference.step_arrays import (
     SlotState,
     StepOutput,
 )
-from glm5_jax.model.cache import PagedCache, init_pages
-from glm5_jax.model.draft import verify
+from glm5_jax.model.cache import Cache, LayerCache, PagedCache, init_pages
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.glm5 import forward, forward_mtp
 from glm5_jax.parallel.mesh import BATCH_AXES, Region
@@ -88,6 +90,7 @@ class Steps:
 
     @property
     def _sharding(self) -> NamedSharding:
+        assert self._mesh is not None, "one device has no sharding"
         return NamedSharding(self._mesh, P(BATCH_AXES))
 
     def prefill(
@@ -195,16 +198,22 @@ def _prefill(params, device: DeviceState, batch: PrefillBatch, *, variant, **sta
     """Reads tokens into pages and draws the token after each row's last."""
     slot, batch = batch.slot, _flat(batch)
     segments = (jnp.arange(batch.tokens.shape[1]) < batch.count[:, None]).astype(jnp.int32)
+    last = jnp.maximum(batch.count - 1, 0)[:, None]
     out = forward(
         params,
-        batch.tokens,
+        jnp.asarray(batch.tokens),
         segment_ids=segments,
-        cache=PagedCache(device.layers, batch.tables, batch.start),
-        logit_positions=jnp.maximum(batch.count - 1, 0)[:, None],
+        cache=_paged_cache(device.layers, batch.tables, batch.start),
+        logit_positions=None if variant.scores_prompt else last,
         **static,
     )
-    end = batch.start + batch.count
-    sampled = draw(out.logits[:, 0], batch.rows._replace(position=end), **variant._asdict())
+    end = jnp.asarray(batch.start + batch.count)
+    logits, prompt = out.logits[:, 0], None
+    if variant.scores_prompt:
+        logits = jnp.take_along_axis(out.logits, last[..., None], 1)[:, 0]
+        prompt = score_prompt(_following(batch), out.logits, variant.num_top)
+    rows, mask = batch.rows._replace(position=end), batch.rules and batch.rules.mask
+    sampled = _draw_next(logits, rows, mask, variant)
     mtp, pending = device.mtp, None
     if mtp is not None:
         mtp, pending = _prefill_mtp(
@@ -213,7 +222,13 @@ def _prefill(params, device: DeviceState, batch: PrefillBatch, *, variant, **sta
     new = SlotState(newest=sampled.tokens, length=end, rows=batch.rows, pending=pending)
     new = jax.tree.map(lambda a: a.reshape(*slot.shape, *a.shape[1:]), new)
     slots = _put(device.slots, slot, new)
-    return DeviceState(out.cache.layers, mtp, slots), _single_tokens(sampled)
+    return DeviceState(_layers_of(out.cache), mtp, slots), _single_tokens(sampled, prompt)
+
+
+def _following(batch: PrefillBatch):
+    """Returns the token after each position, -1 if it is yet to be drawn."""
+    is_last = jnp.arange(batch.tokens.shape[1]) == jnp.maximum(batch.count - 1, 0)[:, None]
+    return jnp.where(is_last, batch.next_token[:, None], jnp.roll(batch.tokens, -1, axis=1))
 
 
 def _prefill_mtp(
@@ -224,14 +239,9 @@ def _prefill_mtp(
     The last position is processed if the host knows the token after it. Otherwise the next decode processes it.
     """
     last = jnp.maximum(batch.count - 1, 0)
-    positions = jnp.arange(batch.tokens.shape[1])
-    following = jnp.where(
-        positions == last[:, None],
-        batch.next_token[:, None],
-        jnp.roll(batch.tokens, -1, axis=1),
-    )
+    following = _following(batch)
     known = (following >= 0) & (segments != 0)
-    cache = PagedCache((device.mtp,), batch.tables, batch.start)
+    cache = _paged_cache((device.mtp,), batch.tables, batch.start)
     out = forward_mtp(
         params,
         hidden,
@@ -248,9 +258,19 @@ def _prefill_mtp(
     pending = PendingDraftInputs(
         jnp.pad(newest, ((0, 0), (0, k - 1), (0, 0))),
         jnp.pad(drawn_tokens[:, None], ((0, 0), (0, k - 1))),
-        (batch.next_token < 0).astype(jnp.int32),
+        jnp.asarray(batch.next_token < 0).astype(jnp.int32),
     )
-    return out.cache.layers[0], pending
+    return _layers_of(out.cache)[0], pending
+
+
+def _paged_cache(layers: tuple[LayerCache, ...], tables: AnyArray, lengths: AnyArray) -> PagedCache:
+    return PagedCache(layers, jnp.asarray(tables), jnp.asarray(lengths))
+
+
+def _layers_of(cache: Cache | PagedCache | None) -> tuple[LayerCache, ...]:
+    """Returns the pages of all layers after a forward over pages."""
+    assert isinstance(cache, PagedCache)
+    return cache.layers
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "one_by_one"), donate_argnames="device")
@@ -260,7 +280,7 @@ def _decode(params, device: DeviceState, batch: DecodeBatch, *, variant, one_by_
     tokens = jnp.where(batch.forced_token < 0, state.newest, batch.forced_token)
 
     def advance(layers, args):
-        tokens, length, tables, limit, rows = args
+        tokens, length, tables, limit, rows, mask = args
         out = forward(
             params,
             tokens[:, None],
@@ -269,9 +289,10 @@ def _decode(params, device: DeviceState, batch: DecodeBatch, *, variant, one_by_
             **static,
         )
         rows = rows._replace(position=length + 1)
-        return out.cache.layers, draw(out.logits[:, 0], rows, **variant._asdict())
+        return _layers_of(out.cache), _draw_next(out.logits[:, 0], rows, mask, variant)
 
-    args = (tokens, state.length, batch.tables, batch.limit, state.rows)
+    mask = batch.rules and batch.rules.mask
+    args = (tokens, state.length, batch.tables, batch.limit, state.rows, mask)
     if one_by_one:
         columns = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), args)
         layers, sampled = lax.scan(advance, device.layers, columns)
@@ -279,8 +300,12 @@ def _decode(params, device: DeviceState, batch: DecodeBatch, *, variant, one_by_
     else:
         layers, sampled = advance(device.layers, _flat(args))
     newest = sampled.tokens.reshape(batch.slot.shape)
-    slots = _put(device.slots, batch.slot, state._replace(newest=newest, length=state.length + 1))
-    return DeviceState(layers, None, slots), _single_tokens(sampled)
+    new, count = state._replace(newest=newest, length=state.length + 1), None
+    if batch.rules is not None:
+        is_held = tokens == batch.rules.last_token
+        new, count = _hold(is_held, state, new), 1 - is_held.reshape(-1).astype(jnp.int32)
+    slots = _put(device.slots, batch.slot, new)
+    return DeviceState(layers, None, slots), _single_tokens(sampled, count=count)
 
 
 @functools.partial(
@@ -291,7 +316,7 @@ def _speculate(
 ):
     """Drafts tokens with the MTP layer, verifies them in one forward and keeps the accepted ones."""
     state = _flat(jax.tree.map(lambda a: _at(a, batch.slot), device.slots))
-    tables, limit = _flat((batch.tables, batch.limit))
+    tables, limit, rules = _flat((batch.tables, batch.limit, batch.rules))
     mtp, drafts, draft_probs = _draft(
         params, device.mtp, state, tables, limit, num_speculative_tokens, variant.truncate, **static
     )
@@ -307,11 +332,20 @@ def _speculate(
     )
     rows = _repeat_rows(state.rows, positions + 1)
     logits = out.logits.reshape(-1, out.logits.shape[-1])
-    probs = probabilities(logits, rows, variant.truncate).reshape(out.logits.shape)
+    mask = None if rules is None else _mask_first(rules.mask, num_speculative_tokens + 1)
+    probs = probabilities(logits, rows, variant.truncate, mask).reshape(out.logits.shape)
     keys = row_keys(state.rows._replace(position=state.length + 1))
     new, count = jax.vmap(_verify)(keys, drafts, draft_probs, probs)
     # A token needs logits, which exist only for positions within the limit.
     count = jnp.clip(count, 0, jnp.maximum(limit - 1 - state.length, 0))
+    is_held = None
+    if rules is not None:
+        is_held = state.newest == rules.last_token
+        # The rules of later tokens depend on these, so a step ends before them.
+        is_last = new == rules.last_token[:, None]
+        last = jnp.where(is_last, jnp.arange(new.shape[1]), new.shape[1]).min(axis=1)
+        count = jnp.minimum(count, jnp.minimum(rules.max_tokens, last + 1))
+        count = jnp.where(is_held, 0, count)
     sampled = logprobs_of(new.reshape(-1), logits, rows, variant.num_top)
     # Updates the slots; what the MTP layer has yet to process are the accepted tokens.
     newest = jnp.take_along_axis(new, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
@@ -321,13 +355,14 @@ def _speculate(
         rows=state.rows,
         pending=PendingDraftInputs(out.hidden, new, count),
     )
+    after = after if is_held is None else _hold(is_held, state, after)
     x, b = batch.slot.shape
     after = jax.tree.map(lambda a: a.reshape(x, b, *a.shape[1:]), after)
     slots = _put(device.slots, batch.slot, after)
     sampled = jax.tree.map(
         lambda a: a.reshape(x * b, num_speculative_tokens + 1, *a.shape[1:]), sampled
     )
-    return DeviceState(out.cache.layers, mtp, slots), StepOutput(sampled, count)
+    return DeviceState(_layers_of(out.cache), mtp, slots), StepOutput(sampled, count)
 
 
 def _draft(
@@ -335,6 +370,7 @@ def _draft(
 ):
     """Returns the MTP layer's pages, drafts int32[b k] and their distributions float32[b k v]."""
     pending, rows = state.pending, state.rows
+    assert pending is not None, "an engine with drafts keeps the MTP layer's inputs"
     start = state.length - pending.count
 
     def advance(mtp, hidden, tokens, start, count):
@@ -351,7 +387,7 @@ def _draft(
             **static,
         )
         hidden = jnp.take_along_axis(out.hidden, last[..., None], 1)
-        return out.cache.layers[0], hidden, out.logits[:, 0]
+        return _layers_of(out.cache)[0], hidden, out.logits[:, 0]
 
     def choose(logits, ahead):
         probs = probabilities(logits, rows, truncate)
@@ -382,9 +418,15 @@ def _draft(
 _DRAFT = 2
 
 
+def _mask_first(mask, count: int):
+    """Returns the masks [b*k w] of k tokens of each row, of which only the first has one."""
+    free = jnp.full((len(mask), count - 1, mask.shape[-1]), 2**32 - 1, jnp.uint32)
+    return jnp.concatenate([mask[:, None], free], 1).reshape(-1, mask.shape[-1])
+
+
 def _verify(key, drafts, draft_probs, probs):
     """Returns the tokens of one row after verification, and how many of them count."""
-    tokens, count = verify(key, drafts[None], draft_probs[None], probs[None])
+    tokens, count = rejection_sample(key, drafts[None], draft_probs[None], probs[None])
     return tokens[0], count[0]
 
 
@@ -395,9 +437,27 @@ def _repeat_rows(rows: SamplingParamsRow, positions) -> SamplingParamsRow:
     return rows._replace(position=positions.reshape(-1))
 
 
-def _single_tokens(sampled: SampledTokens) -> StepOutput:
-    """Returns the output of a step with one token for each row."""
-    return StepOutput(jax.tree.map(lambda a: a[:, None], sampled), jnp.ones_like(sampled.tokens))
+def _draw_next(logits, rows: SamplingParamsRow, mask, variant: SamplingVariant) -> SampledTokens:
+    return draw(logits, rows, mask=mask, truncate=variant.truncate, num_top=variant.num_top)
+
+
+def _single_tokens(
+    sampled: SampledTokens, prompt: SampledTokens | None = None, count=None
+) -> StepOutput:
+    """Returns the output of a step with one token for each row, or as many as `count`."""
+    tokens = jax.tree.map(lambda a: a[:, None], sampled)
+    return StepOutput(tokens, jnp.ones_like(sampled.tokens) if count is None else count, prompt)
+
+
+def _hold(is_held, old: SlotState, new: SlotState) -> SlotState:
+    """Returns the old state of rows that are held, and the new state of the others."""
+
+    def select(old, new):
+        return jnp.where(
+            is_held.reshape(is_held.shape + (1,) * (new.ndim - is_held.ndim)), old, new
+        )
+
+    return jax.tree.map(select, old, new)
 
 
 def _flat(tree):

@@ -15,6 +15,12 @@ class LiveRequest:
     dp_rank: int | None
     stops: StopChecker
 
+    @property
+    def rank(self) -> int:
+        """Rank of a request that is not in transfer."""
+        assert self.dp_rank is not None, "the request is in transfer"
+        return self.dp_rank
+
 
 class RequestTransfer(NamedTuple):
     """Request on its way between two engines.

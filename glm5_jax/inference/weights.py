@@ -265,7 +265,9 @@ class _Weights:
     @property
     def base(self) -> tuple[int, str] | None:
         """(version, checksum) if changes can be applied."""
-        return None if self.tensors is None else (self.version, self.manifest.checksum)
+        if self.tensors is None or self.manifest is None:
+            return None
+        return self.version, self.manifest.checksum
 
 
 class _Push:
@@ -322,7 +324,7 @@ class _Push:
         complete, wrong = {}, []
         for (name, tensor), expected in zip(tensors.items(), checksums):
             array, num_received = self._arrays.get(name), sum(self._pieces.get(name, {}).values())
-            if array is None and self._base is not None:
+            if array is None and self._base is not None and self._base_manifest is not None:
                 # The push does not change this tensor.
                 complete[name] = self._base[name]
                 actual = self._base_manifest.tensors[name].checksum

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.runner import WeightsLost
+from glm5_jax.runtime.console import ProgressBar
 
 _PAUSED_POLL_S = 0.05
 _log = logging.getLogger(__name__)
@@ -24,13 +25,18 @@ class Worker:
       engine: the engine. Any thread may read its stats; all other access goes through `call`.
       failure: error that ended the thread, or None.
       on_failure: called in the engine's thread after `failure` is set; None: nothing is called.
+      compiling: number of compiled programs and of all programs while the engine compiles them; None: it does not.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, warm: bool = False):
+        """warm: whether the engine compiles all programs before it serves calls."""
         self.engine = engine
+        self.compiling: tuple[int, int] | None = (0, 0) if warm else None
         self.failure: BaseException | None = None
-        self.on_failure: Callable[[], None] | None = None
-        self._calls: collections.deque = collections.deque()
+        self.on_failure: Callable[[], object] | None = None
+        self._calls: collections.deque[
+            tuple[Callable[[Engine], object], concurrent.futures.Future]
+        ] = collections.deque()
         self._awake = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -58,6 +64,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            self._compile()
             self._step_until_stopped()
         except Exception as error:
             self.failure = error
@@ -71,6 +78,20 @@ class Worker:
                     future.set_exception(WorkerStopped("the engine has ended"))
             if self.failure is not None and self.on_failure is not None:
                 self.on_failure()
+
+    def _compile(self) -> None:
+        """Compiles the engine's programs, unless it is warm or stopped."""
+        if self.compiling is None:
+            return
+        steps = self.engine.compile_programs()
+        _, total = next(steps)
+        with ProgressBar(total, unit="program") as bar:
+            for done, total in steps:
+                self.compiling = (done, total)
+                bar.update(done, "compiled")
+                if self._stopped:
+                    break
+        self.compiling = None
 
     def _step_until_stopped(self) -> None:
         busy = False

@@ -6,13 +6,13 @@ A page that shows them defines `--ink, --muted, --line, --paper` and `--series-1
 import io
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from numpy.typing import ArrayLike
 
 NUM_COLOURS = 10  # of lines; further lines repeat them
 
@@ -212,7 +212,7 @@ def _thin(x, y):
     return np.asarray(x[::step], float), np.asarray(y[::step], float)
 
 
-def running_mean(y: ArrayLike, width: int) -> np.ndarray:
+def running_mean(y: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
     """Returns the mean over `width` values on either side, over fewer of them at both ends."""
     total = np.cumsum(np.concatenate([[0.0], y]))
     at = np.arange(len(y))

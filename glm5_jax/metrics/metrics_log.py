@@ -16,7 +16,10 @@ from typing import Self
 
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]: protobuf makes the class on import
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]: protobuf makes the class on import
+)
 
 _FILE = "metrics.jsonl"
 
@@ -86,6 +89,11 @@ def column(rows: list[dict], name: str) -> tuple[list[int], list]:
     """Returns (steps, values) of the rows that have a value of that name."""
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def last_value(rows: list[dict], name: str):
+    """Returns the value of that name in the last row that has one; None: no row has."""
+    return next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
 
 
 def _jsonable(value):

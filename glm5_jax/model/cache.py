@@ -47,8 +47,10 @@ class LayerCache(NamedTuple):
         """
         latent, idx_k = self
         if layout is not None:
+            assert not isinstance(latent, WordRows), "the latents have a layout"
             latent = WordRows.encode(latent, layout)
         if index_dtype is not None and idx_k is not None:
+            assert not isinstance(idx_k, QuantizedVectors), "the index keys are quantised"
             idx_k = quantize_vectors(idx_k, index_dtype)
         return LayerCache(latent, idx_k)
 
@@ -80,6 +82,9 @@ class RecurrentState(NamedTuple):
     conv: Float[Array, "b w-1 n 2*(h+r)+u"] | None
 
 
+AnyLayerCache = LayerCache | KeyValues | RecurrentState
+
+
 class Cache(NamedTuple):
     """Contiguous cache of all layers.
 
@@ -90,7 +95,7 @@ class Cache(NamedTuple):
         padded on the left.
     """
 
-    layers: tuple[LayerCache | KeyValues | RecurrentState, ...]
+    layers: tuple[AnyLayerCache, ...]
     segments: Int[Array, "b s"]
     length: Int[Array, ""]
 
@@ -238,7 +243,10 @@ def init_pages(
 
     def layers():
         plain = init_cache(cfg, num_pages, page_size, dtype, num_layers).layers
-        return tuple(layer.with_layout(layout, FORMATS.get(index_cache)) for layer in plain)
+        index_dtype = FORMATS[index_cache] if index_cache else None
+        mla = [layer for layer in plain if isinstance(layer, LayerCache)]
+        assert len(mla) == len(plain), "pages hold layers of full attention"
+        return tuple(layer.with_layout(layout, index_dtype) for layer in mla)
 
     # Only shapes are computed: pages in the model's dtype never take memory.
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(layers))

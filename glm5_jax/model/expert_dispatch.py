@@ -36,7 +36,7 @@ def routed_experts(
     combine_weights: Float[Array, "m a"],
     region: Region,
     token_chunk: int | None = None,
-    kernels="auto",
+    kernels: str | backends.Implementation = "auto",
     slices: int = 1,
 ) -> Float[Array, "m d"]:
     """Returns sum_a combine_weights * expert(x) for every token.
@@ -50,18 +50,18 @@ def routed_experts(
       slices: number of consecutive slices of the axis `expert`; must divide its size.
     """
 
+    rows, parts = x.shape[0], (x, expert_ids, combine_weights)
+    sum_axes = region.nontrivial_axes(("tensor",))
+    across, inside = two_levels("expert", region.expert, slices)
+
     def compute(args):
+        x, expert_ids, combine_weights = args
+        tokens = (x, expert_ids, combine_weights)
         if slices == 1:
             peers = Peers(("expert",), region.expert)
-            return _exchange_and_compute(w, *args, peers, kernels, sum_axes)
-        return _dispatch_by_slice(w, *args, *levels, kernels, sum_axes)
+            return _exchange_and_compute(w, *tokens, peers, kernels, sum_axes)
+        return _dispatch_by_slice(w, *tokens, across, inside, kernels, sum_axes)
 
-    rows, parts, sum_axes = (
-        x.shape[0],
-        (x, expert_ids, combine_weights),
-        region.nontrivial_axes(("tensor",)),
-    )
-    levels = two_levels("expert", region.expert, slices)
     if token_chunk is None or token_chunk >= rows:
         return compute(parts)
     count = -(-rows // token_chunk)

@@ -7,8 +7,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from glm5_jax.parallel.params import Declare
+from pallas_kernels.backends import Implementation
 from pallas_kernels.grouped_matmul import grouped_swiglu
-from pallas_kernels.grouped_matmul.ref import swiglu
+from pallas_kernels.grouped_matmul.xla import swiglu
 from pallas_kernels.quantized_weights import Int4
 from pallas_kernels.w4a8_matmul import ref as w4a8, w4a8_grouped_matmul
 from pallas_kernels.w4a8_matmul.quantize import quantize_a8
@@ -45,17 +46,17 @@ def fetched_swiglu(
     def one(_, args):
         # One row at a time, so that the copied expert is still in the CPU's cache when it is multiplied.
         row, expert = args
-        expert_weights = [
+        gate, up, down = (
             jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w[name])
             for name in NAMES
-        ]
-        if not isinstance(expert_weights[0], Int4):
-            return None, swiglu(row, *expert_weights)[0]
+        )
+        if not isinstance(gate, Int4):
+            return None, swiglu(row, gate, up, down)[0]
 
         def multiply(x, x_scale, w):
             return w4a8.matmul(x, x_scale[..., None], w.packed, w.scale, row.dtype)
 
-        return None, _w4a8_swiglu(row, *expert_weights, multiply, sum_axes)
+        return None, _w4a8_swiglu(row, gate, up, down, multiply, sum_axes)
 
     rows = jnp.repeat(x, a, axis=0)[:, None]
     _, y = lax.scan(one, None, (rows, expert_ids.reshape(-1)))
@@ -67,7 +68,7 @@ def sorted_swiglu(
     group_sizes: Int[Array, " e"],
     w: PyTree,
     expected_rows: int | None = None,
-    kernels="auto",
+    kernels: str | Implementation = "auto",
     sum_axes: tuple[str, ...] = (),
 ) -> Float[Array, "m d"]:
     """Applies SwiGLU to rows that are sorted by expert, group_sizes rows each; see `grouped_swiglu`.

@@ -45,11 +45,11 @@ def generate(
     """
     params, cfg, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
     b, t = prompts.shape
-    capacity = capacity or t + num_new
-    if capacity < t + num_new:
-        raise ValueError(f"capacity {capacity} is below prompt {t} + {num_new} new tokens")
+    slots = t + num_new if capacity is None else capacity
+    if slots < t + num_new:
+        raise ValueError(f"capacity {slots} is below prompt {t} + {num_new} new tokens")
     # Prefill.
-    cache = init_cache(cfg, b, capacity)
+    cache = init_cache(cfg, b, slots)
     chunk = prefill_chunk or t
     for first in range(0, t, chunk):
         part = slice(first, first + chunk)
@@ -58,6 +58,7 @@ def generate(
     out, ended = [prompts], np.zeros(b, bool)
     for i in range(num_new):
         if temperature:
+            assert key is not None, "prepare raises for a temperature without a key"
             token = jax.random.categorical(
                 jax.random.fold_in(key, i), logits / temperature, axis=-1
             )
@@ -120,4 +121,5 @@ def advance(
 ) -> tuple[Float[Array, "b v"], Cache]:
     """Appends tokens to the cache and returns (logits after the last one, cache)."""
     out = forward(params, tokens, cfg, segment_ids=segments, cache=cache, execution=execution)
+    assert isinstance(out.cache, Cache)
     return out.logits[:, -1], out.cache

@@ -98,16 +98,30 @@ def index_queries(
     return q, heads * cfg.index_n_heads**-0.5
 
 
-def quantize_queries_like_keys(index: Index) -> tuple[Index, Float[Array, "..."] | None]:
-    """Returns (index, k_scale) as `lightning_indexer` takes them; 8-bit keys get queries of the same dtype.
+class PlainIndex(NamedTuple):
+    """Scoring inputs as `lightning_indexer` takes them.
+
+    Attributes:
+      q, w, k: those of an `Index`, the keys without their scales.
+      k_scale: scales of 8-bit keys; None: the keys have none.
+    """
+
+    q: Shaped[Array, "b t i j"]
+    w: Float[Array, "b t i"]
+    k: Shaped[Array, "b s j"]
+    k_scale: Float[Array, "..."] | None
+
+
+def quantize_queries_like_keys(index: Index) -> PlainIndex:
+    """Returns an index whose queries have the dtype of its keys, which may be 8-bit.
 
     The scores include all scales. Those of the queries are positive, so they commute with ReLU and can be
     multiplied into the head weights.
     """
     if not isinstance(index.k, QuantizedVectors):
-        return index, None
+        return PlainIndex(index.q, index.w, index.k, None)
     q, scale = quantize_vectors(index.q, index.k.values.dtype)
-    return Index(q, index.w * scale, index.k.values), index.k.scale
+    return PlainIndex(q, index.w * scale, index.k.values, index.k.scale)
 
 
 @jax.named_scope("indexer")
@@ -135,15 +149,25 @@ def index_loss(
       topk: keys that p_t covers; None: all visible keys.
       start, segments: visibility of keys, as for `flash_mla`.
     """
-    inputs = (index.q, index.w, index.k, q)
+    assert not isinstance(index.k, QuantizedVectors), "indexers are not trained on 8-bit keys"
     options = {"scale": cfg.softmax_scale, "weight": weight, "implementation": execution.kernels}
     if topk is not None:
         loss, _ = sparse_indexer_kl(
-            *inputs, k[:, :, 0], lse, topk, block=execution.gather_block, **options
+            index.q,
+            index.w,
+            index.k,
+            q,
+            k[:, :, 0],
+            lse,
+            topk,
+            block=execution.gather_block,
+            **options,
         )
         return loss
     options |= {"start": start, "q_segments": segments[0], "k_segments": segments[1]}
-    return indexer_kl(*inputs, k, lse, block=execution.query_block, **options)[0]
+    return indexer_kl(index.q, index.w, index.k, q, k, lse, block=execution.query_block, **options)[
+        0
+    ]
 
 
 def index_loss_weights(cfg: ModelConfig, index_target: str = "own_layer") -> list[float]:

@@ -134,6 +134,8 @@ def mla(
             out, lse, top = dense(q, k, k)
             out = out[..., :c]
         else:
+            if topk is None:
+                raise ValueError("attention form 'gathered' needs topk; use expanded or absorbed")
             out, lse, top = sparse_flash_attention(
                 q,
                 keys.latent,
@@ -242,4 +244,4 @@ def cheapest_form(
     }
     if topk is not None:
         cost["gathered"] = fold + GATHER_COST * t * topk.shape[-1] * n * (2 * c + r)
-    return min(cost, key=cost.get)
+    return min(cost, key=cost.__getitem__)

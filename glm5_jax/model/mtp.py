@@ -15,9 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.block import Block, ForwardContext, LayerStats, block
-from glm5_jax.model.cache import LayerCache
+from glm5_jax.model.block import Block, block
+from glm5_jax.model.cache import AnyLayerCache
+from glm5_jax.model.context import ForwardContext
 from glm5_jax.model.indexer import Selection
+from glm5_jax.model.layer_output import LayerStats
 from glm5_jax.model.rotated_norm import apply_final_norm
 from glm5_jax.parallel.params import Declare
 from pallas_kernels.pointwise import rms_norm
@@ -40,9 +42,9 @@ def mtp_step(
     w: PyTree,
     hidden: Float[Array, "b t d"],
     embedded: Float[Array, "b t d"],
-    cache: LayerCache | None,
+    cache: AnyLayerCache | None,
     context: ForwardContext,
-) -> tuple[Float[Array, "b t d"], LayerCache | None, LayerStats]:
+) -> tuple[Float[Array, "b t d"], AnyLayerCache | None, LayerStats]:
     """Runs one MTP step and returns (normed hidden, cache, LayerStats).
 
     Args:

@@ -4,24 +4,32 @@ The tree is a nested dict: `embed, dense_layers, moe_layers, mtp, final_norm, lm
 `l`; a stack of OWNED_BY_SOME_LAYERS counts only the layers that have it. `unstack` turns stacks into lists of layers.
 """
 
+import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model import quant
+from glm5_jax.model import lora, quant
 from glm5_jax.model.block import Block
 from glm5_jax.model.mtp import Mtp
 from glm5_jax.parallel import axes, sharding
-from glm5_jax.parallel.params import Declare, random_values, random_values_at_once, shapes_only
-from glm5_jax.parallel.tree import flatten, map_with_path, matches_any
+from glm5_jax.parallel.params import (
+    Declare,
+    Weight,
+    random_values,
+    random_values_at_once,
+    shapes_only,
+)
+from glm5_jax.parallel.tree import flatten, map_with_path, matches_any, unflatten
 
 STACKS = ("dense_layers", "moe_layers")
 _LAYER = re.compile(r"(?<=_layers)/\d+/")  # layer number in paths of unstacked trees
@@ -34,34 +42,44 @@ STAY_SHARDED = {
 }
 
 
-class _Declared(nnx.Module):
-    """Parameter tree without behaviour: shapes, axis letters or new values."""
-
-    def __init__(self, cfg, make, dtype):
-        declare_model(self, cfg, make, dtype)
-
-
 class _Table(nnx.Module):
     def __init__(self, declare, letters):
         self.weight = declare.normal("weight", letters)
 
 
-def declare_model(module: nnx.Module, cfg: ModelConfig, make, dtype) -> None:
-    """Declares all weights of a model as attributes of a module. make: values of a declared `Weight`."""
-    declare = Declare(
-        sizes=axes.sizes(cfg), make=make, std=cfg.initializer_range, dtype=jnp.dtype(dtype)
-    )
-    module.embed = _Table(declare.child("embed"), "v d")
-    for name, layers in stacks(cfg):
-        full = [i for i in cfg.full_layers if i in layers]
-        stack = declare.child(name).stack(layers)
-        gdn = [i for i in cfg.gdn_layers if i in layers]
-        setattr(module, name, Block(stack, cfg, name == "moe_layers", full, gdn))
-    if cfg.num_nextn_predict_layers:
-        module.mtp = Mtp(declare.child("mtp"), cfg)
-    module.final_norm = declare.ones("final_norm", "d")
-    if not cfg.tie_word_embeddings:
-        module.lm_head = _Table(declare.child("lm_head"), "d v")
+class ParameterTree(nnx.Module):
+    """All weights of a model, without behaviour: shapes, axis letters or values.
+
+    make: function that returns the value of a declared `Weight`. dtype: dtype of the weights that can be trained.
+    """
+
+    def __init__(self, cfg: ModelConfig, make: Callable[[Weight], Any], dtype: DTypeLike):
+        weights: list[Weight] = []
+
+        def record_and_make(weight: Weight):
+            stored = lora.frozen_dtype(weight.path, cfg, weight.dtype)
+            weights.append(dataclasses.replace(weight, dtype=stored))
+            return make(weights[-1])
+
+        declare = Declare(
+            sizes=axes.sizes(cfg),
+            make=record_and_make,
+            std=cfg.initializer_range,
+            dtype=jnp.dtype(dtype),
+        )
+        self.embed = _Table(declare.child("embed"), "v d")
+        for name, layers in stacks(cfg):
+            full = [i for i in cfg.full_layers if i in layers]
+            stack = declare.child(name).stack(layers)
+            gdn = [i for i in cfg.gdn_layers if i in layers]
+            setattr(self, name, Block(stack, cfg, name == "moe_layers", full, gdn))
+        if cfg.num_nextn_predict_layers:
+            self.mtp = Mtp(declare.child("mtp"), cfg)
+        self.final_norm = declare.ones("final_norm", "d")
+        if not cfg.tie_word_embeddings:
+            self.lm_head = _Table(declare.child("lm_head"), "d v")
+        if cfg.lora.rank:
+            lora.declare_adapters(self, weights, cfg, make, dtype)
 
 
 def params_of(model: nnx.Module) -> dict[str, Any]:
@@ -72,13 +90,13 @@ def params_of(model: nnx.Module) -> dict[str, Any]:
 @functools.lru_cache(maxsize=32)
 def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     """Returns the parameter tree as `jax.ShapeDtypeStruct`s, without allocating memory."""
-    return params_of(_Declared(cfg, shapes_only, dtype))
+    return params_of(ParameterTree(cfg, shapes_only, dtype))
 
 
 @functools.lru_cache(maxsize=32)
 def axis_letters(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the parameter tree with every leaf's axis letters ("l q n hr")."""
-    return params_of(_Declared(cfg, lambda weight: weight.letters, "float32"))
+    return params_of(ParameterTree(cfg, lambda weight: weight.letters, "float32"))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -94,7 +112,7 @@ def weight_letters(cfg: ModelConfig, path: str) -> tuple[str, str]:
 
 def param_shardings(
     cfg: ModelConfig,
-    mesh: Mesh | AbstractMesh | None,
+    mesh: Mesh | AbstractMesh,
     params: PyTree | None = None,
     replicated: Sequence[str] = (),
 ) -> PyTree:
@@ -126,16 +144,26 @@ def param_shardings(
 
 
 def init_params(
-    cfg: ModelConfig, key: Array, dtype="float32", mesh: Mesh | AbstractMesh | None = None
+    cfg: ModelConfig,
+    key: Array,
+    dtype="float32",
+    mesh: Mesh | AbstractMesh | None = None,
+    paths: Collection[str] | None = None,
 ) -> PyTree:
-    """Returns new weights, each drawn on the devices that hold it. Values are the same on every mesh."""
+    """Returns new weights, each drawn on the devices that hold it. Values are the same on every mesh.
 
-    def draw(key):
-        return params_of(_Declared(cfg, random_values(key), dtype))
+    paths: paths of the weights to draw, which are then the only leaves; None: all.
+    """
+
+    def draw(values):
+        make = values if paths is None else lambda w: values(w) if w.path in paths else None
+        return unflatten(flatten(params_of(ParameterTree(cfg, make, dtype))))
 
     if mesh is None:
-        return params_of(_Declared(cfg, random_values_at_once(key), dtype))
-    return jax.jit(draw, out_shardings=param_shardings(cfg, mesh))(key)
+        return draw(random_values_at_once(key))
+    shardings = flatten(param_shardings(cfg, mesh))
+    wanted = unflatten({p: s for p, s in shardings.items() if paths is None or p in paths})
+    return jax.jit(lambda key: draw(random_values(key)), out_shardings=wanted)(key)
 
 
 def unstack(params: PyTree, cfg: ModelConfig) -> PyTree:

@@ -22,8 +22,14 @@ def inverse_frequencies(rope: RopeParameters, dim: int) -> np.ndarray:
     if rope.rope_type == "default":
         return base
 
+    positions = rope.original_max_position_embeddings
+    if positions is None:
+        raise ValueError(
+            f"rope_type {rope.rope_type!r} needs original_max_position_embeddings, which is None; set it"
+        )
+
     def dimension_of(rotations: float) -> float:
-        full = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        full = positions / (rotations * 2 * math.pi)
         return dim * math.log(full) / (2 * math.log(rope.rope_theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)

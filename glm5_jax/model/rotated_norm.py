@@ -11,7 +11,6 @@ So `apply_final_norm` rotates the stream back first.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Self
 
 import jax
 from jaxtyping import Array, Float
@@ -36,7 +35,7 @@ class RotatedNorm(CompositeWeight):
     def astype(self, dtype) -> "RotatedNorm":
         return RotatedNorm(self.weight.astype(dtype), self.back.astype(dtype))
 
-    def map_arrays(self, function: Callable, letters: str, shape: tuple[int, ...]) -> Self:
+    def map_arrays(self, function: Callable, letters: str, shape: tuple[int, ...]) -> "RotatedNorm":
         return RotatedNorm(function(letters, shape), function(f"{letters} {letters}", 2 * shape))
 
 

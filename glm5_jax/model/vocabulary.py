@@ -10,7 +10,6 @@ a device goes through the vocabulary in parts:
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.weight_gathering import WeightGatherer
 from pallas_kernels.cross_entropy import LOGZ, linear_cross_entropy
 from pallas_kernels.numerics import accum_dtype
-
-if TYPE_CHECKING:  # glm5 imports this module
-    from glm5_jax.model.glm5 import WeightGatherer
 
 
 def embed(
     params: PyTree,
-    weights: "WeightGatherer",
+    weights: WeightGatherer,
     tokens: Int[Array, "..."],
     vocab_block: int | None = None,
 ) -> Float[Array, "... d"]:
     """Returns the embeddings of tokens in the compute dtype.
 
-    weights: the forward's `glm5.WeightGatherer`. vocab_block: as in `ExecutionConfig`.
+    vocab_block: as in `ExecutionConfig`.
     """
     table = params["embed"]["weight"]
     # Decoding: the table stays sharded where that sends less.
@@ -96,12 +93,12 @@ def _lookup_sharded(part, axes, tokens, region):
 def compute_logits(
     params: PyTree,
     hidden: Float[Array, "b t d"],
-    weights: "WeightGatherer",
+    weights: WeightGatherer,
     logit_positions: Int[Array, "b 1"] | None = None,
 ) -> Float[Array, "b t v"]:
     """Returns logits in `accum_dtype`.
 
-    weights: the forward's `glm5.WeightGatherer`. logit_positions: the one position of each row to compute,
+    logit_positions: the one position of each row to compute,
     which gives [b 1 v]; None: all.
     """
     if logit_positions is not None:
@@ -122,7 +119,7 @@ def compute_logits(
     return logits.reshape(*hidden.shape[:2], -1)
 
 
-def head_weight(params: PyTree, weights: "WeightGatherer") -> Float[Array, "d v"]:
+def head_weight(params: PyTree, weights: WeightGatherer) -> Float[Array, "d v"]:
     """Returns the output projection in the compute dtype: the embedding's transpose where they are tied."""
     if "lm_head" in params:
         return weights("lm_head", params["lm_head"])["weight"]
@@ -131,7 +128,7 @@ def head_weight(params: PyTree, weights: "WeightGatherer") -> Float[Array, "d v"
 
 def cross_entropy(
     params: PyTree,
-    weights: "WeightGatherer",
+    weights: WeightGatherer,
     hidden: Float[Array, "m d"],
     targets: Int[Array, " m"],
     chunk: int,

@@ -8,6 +8,7 @@ The same letters are used in einsum strings, weight declarations and docstrings 
     k selected keys       e experts              a active experts      f feed-forward width
     m routed rows         v vocabulary           l layers              p pages
     z slots per page      g rollouts in a group  y key/value heads     w taps of a convolution
+    o rank of an adapter
 
 A weight whose dimension joins two of them is declared with both letters: `hr` is h + r, `cr` is
 c + r, `dd` is 2 d. `f` is the width of the module that declares it (dense, routed or shared).
@@ -15,7 +16,7 @@ c + r, `dd` is 2 d. `f` is the width of the module that declares it (dense, rout
 
 from glm5_jax.config import ModelConfig
 
-LETTERS = "btsdnhruqcijkeafmvlpzgyw"
+LETTERS = "btsdnhruqcijkeafmvlpzgywo"
 
 
 def sizes(cfg: ModelConfig) -> dict[str, int]:

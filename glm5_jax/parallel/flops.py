@@ -1,4 +1,7 @@
-"""Counts the matmul FLOPs of a program from its jaxpr, with the trip count of every loop.
+"""Counts the matmul FLOPs of any program from its jaxpr, with the trip count of every loop.
+
+The count is the work that a device does, recomputation included, for a function that can be traced. The FLOPs that a
+model needs are computed from its config instead (training/flops.py).
 
 XLA's `cost_analysis` counts the body of a loop once, so it cannot tell linear from quadratic work. Of a kernel it
 knows only the kernel's cost estimate.

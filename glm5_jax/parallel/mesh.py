@@ -12,6 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from jax.sharding import (
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 SEQUENCE_AXES = ("context", "tensor")
+
+Arrays = TypeVar("Arrays")  # an array or a tree of arrays
 
 
 def make_mesh(
@@ -157,7 +160,7 @@ def resolve(axes: dict[str, int], num_devices: int) -> tuple[int, ...]:
     if math.prod(sizes) != num_devices:
         shape = ", ".join(f"{n}={s}" for n, s in zip(AXES, sizes) if s != 1) or "all 1"
         raise ValueError(
-            f"mesh {shape} does not divide the {num_devices} devices; "
+            f"mesh {shape} does not divide the {num_devices} device{'s' * (num_devices != 1)}; "
             f"the axes must multiply to {num_devices} (one may be -1)"
         )
     return tuple(sizes)
@@ -260,7 +263,8 @@ class Region:
         nontrivial = self.nontrivial_axes(axes)
         return lax.all_to_all(x, nontrivial, split, join, tiled=True) if nontrivial else x
 
-    def psum(self, x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    def psum(self, x: Arrays, axes: Iterable[str]) -> Arrays:
+        """Sums an array, or each array of a tree, over the devices of the axes."""
         nontrivial = self.nontrivial_axes(axes)
         return lax.psum(x, nontrivial) if nontrivial else x
 

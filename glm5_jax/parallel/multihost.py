@@ -67,12 +67,22 @@ def broadcast_from_first(action: Callable[[], Any]) -> Any:
 
     Raises the errors of `run_on_first`.
     """
-    results = []
+    if jax.process_count() == 1:
+        return action()
+    return json.loads(broadcast_bytes_from_first(lambda: json.dumps(action()).encode()))
+
+
+def broadcast_bytes_from_first(action: Callable[[], bytes]) -> bytes:
+    """Runs action in the first process only, and returns its result in every process.
+
+    Raises the errors of `run_on_first`.
+    """
+    results: list[bytes] = []
     run_on_first(lambda: results.append(action()))
     if jax.process_count() == 1:
         return results[0]
     # Not `all_gather_objects`, with which every process would hold a buffer of this size for each process.
-    text = np.frombuffer(json.dumps(results[0]).encode() if results else b"", np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(text))))
-    text = text if results else np.zeros(length, np.uint8)
-    return json.loads(multihost_utils.broadcast_one_to_all(text).tobytes())
+    content = np.frombuffer(results[0] if results else b"", np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(content))))
+    content = content if results else np.zeros(length, np.uint8)
+    return multihost_utils.broadcast_one_to_all(content).tobytes()

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.custom_gradients import custom_vjp
+
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
@@ -113,7 +115,7 @@ def ragged_all_to_all(x: jax.Array, rows: int, route: Route, peers: Peers) -> ja
 
 # The gradient of `lax.ragged_all_to_all` ignores groups (jax 0.10, 0.11) and requests offsets from the peers, which the
 # route already holds.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@custom_vjp(3)
 def _exchange(rows, num_source_rows, peers, x, route):
     del num_source_rows
     sent, received = route

@@ -92,7 +92,7 @@ def _dim_of(pattern: str, names: list[str]) -> int | None:
 def weight_spec(
     w: PyTree,
     letters: str,
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     axis_sizes: Mapping[str, int],
     replicated: bool = False,
 ) -> tuple[PyTree, PyTree]:
@@ -131,10 +131,10 @@ def kept_sharded_axes(letters: str) -> dict[str, tuple[str, ...]]:
     Expert stacks stay with their owners (tokens travel instead), and `tensor` splits the width f of
     every feed-forward.
     """
-    names = letters.split()
-    if "f" not in names:
-        return {}
-    return {"f": ("tensor",)} | ({"e": ("expert",)} if "e" in names else {})
+    names = set(letters.split())
+    width = {"f": ("tensor",)} if "f" in names else {}
+    # Expert stacks have a width, their adapters a rank.
+    return width | ({"e": ("expert",)} if "e" in names and names & {"f", "o"} else {})
 
 
 def gather(
@@ -161,7 +161,10 @@ def gather(
     if is_compound(w):
         w = w.astype(dtype)
         return jax.tree.map(
-            lambda x, *spec_args: gather(x, *spec_args, region, x.dtype), w, letters, spec
+            lambda x, its_letters, its_spec: gather(x, its_letters, its_spec, region, x.dtype),
+            w,
+            letters,
+            spec,
         )
     gathers = _cuts(letters, spec, region)
     if not gathers or reduce_dtype is None or reduce_dtype == dtype:

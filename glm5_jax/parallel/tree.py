@@ -5,8 +5,8 @@ A `CompositeWeight` (a quantised weight) is one leaf in this module, but `jax.tr
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -41,18 +41,18 @@ def path_of(key_path: Iterable[Any]) -> str:
     )
 
 
-def is_compound(x: Any) -> bool:
+def is_compound(x: Any) -> TypeGuard[CompositeWeight]:
     """Returns True if x is a leaf that consists of several arrays."""
     return isinstance(x, CompositeWeight)
 
 
-def flatten(tree: PyTree) -> dict[str, object]:
+def flatten(tree: PyTree) -> dict[str, Any]:
     """Returns {path: leaf}, in the order of `jax.tree.leaves`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_compound)
     return {path_of(p): leaf for p, leaf in leaves}
 
 
-def unflatten(flat: dict[str, object]) -> dict:
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the nested dicts of {path: leaf}."""
     tree: dict = {}
     for path, leaf in flat.items():

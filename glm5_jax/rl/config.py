@@ -1,4 +1,4 @@
-"""`RlConfig`: a stage that learns from what it samples, as typed data."""
+"""Defines `RlConfig`, the configuration of a reinforcement-learning stage, with its parts and default values."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,26 +9,28 @@ from glm5_jax.parallel.mesh import BATCH_AXES, Region
 from glm5_jax.rl.algorithm.credit import CreditConfig
 from glm5_jax.rl.algorithm.losses import PolicyConfig, PolicyLoss
 from glm5_jax.rl.rollouts.rollout import RolloutConfig
-from glm5_jax.rl.trainers.mismatch_monitor import AgreementConfig
+from glm5_jax.rl.trainers.mismatch_monitor import MismatchConfig
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
-LEARNS = ("rewards", "teachers")
+OBJECTIVES = ("rewards", "teachers")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What held-out tasks are attempted with, at intervals.
+    """Evaluation on held-out tasks during training.
 
     Attributes:
-      tasks: of each kind; group: attempts at each; temperature: 0 is greedy.
+      tasks: number of tasks of each kind; 0: no evaluation.
+      group: attempts at each task.
+      temperature: sampling temperature; 0 is greedy.
     """
 
     tasks: int = 64
     group: int = 1
-    temperature: float = 1.0  # GLM-5 6.1, of reasoning
+    temperature: float = 1.0  # GLM-5 6.1, for reasoning
 
     def __post_init__(self):
         if self.tasks < 0 or self.group < 1 or self.temperature < 0:
@@ -37,96 +39,109 @@ class EvaluationConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Whose log-probs tasks of an origin learn from; the origin "" is of all others. checkpoint: a workdir, one of its
-    checkpoints/STEP or an HF folder."""
+    """Model whose log-probs supervise the tasks of one origin.
+
+    Attributes:
+      checkpoint: path of a workdir, one of its checkpoints/STEP or an HF folder.
+      origin: origin of the tasks; "" is any origin without a teacher of its own.
+    """
 
     checkpoint: str
     origin: str = ""
 
 
-def adam() -> OptimizerConfig:
-    """GLM-5's is not disclosed; slime's public recipes for it use Adam (0.9, 0.98) with decay 0.1. The indexer stays
-    (GLM-5 3.2), and the MTP layer, which nothing trains here."""
+def adam_optimizer_config() -> OptimizerConfig:
+    """Returns Adam (0.9, 0.98) with decay 0.1, as in slime's public recipes for GLM-5; its own is not disclosed.
+
+    The indexer is frozen (GLM-5 3.2). The MTP layer is frozen because RL does not train it here.
+    """
     return OptimizerConfig(matrices="adamw", adam_b2=0.98, frozen=("indexer/", "^mtp/"))
 
 
-def small_constant() -> ScheduleConfig:
-    """Not disclosed; as slime's public recipes."""
+def constant_schedule_config() -> ScheduleConfig:
+    """Returns a constant learning rate of 1e-6, as in slime's public recipes; GLM-5's is not disclosed."""
     return ScheduleConfig(kind="constant", peak=1e-6, end=0.0, warmup_steps=0, total_steps=1000)
 
 
-def policy_alone() -> StepConfig:
-    """Neither the MTP layer nor the router's balance takes part: GLM-5 says nothing of either in RL."""
+def policy_step_config() -> StepConfig:
+    """Returns a step without MTP loss and router balancing, because GLM-5 mentions neither for RL."""
     return StepConfig(
         mtp_steps=0, balance_weight=0.0, bias_update_rate=TwoPhaseConfig(before=0.0, after=0.0)
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RlConfig(StageConfig):
-    """A run that learns from what it samples. The defaults are those of Reasoning RL (GLM-5 3.2).
+    """Configuration of a run that trains on sampled attempts. The defaults are those of Reasoning RL (GLM-5 3.2).
 
     Attributes:
-      learns: from "rewards" or "teachers" (GLM-5 3.5), of which tasks have theirs by their origin.
-      policy, credit, rollout, engine, evaluation, agreement: see their own.
-      teachers: see `Teacher`. With rewards: the reference of `credit.pull`.
-      length: tokens of a row, and at most of an attempt.
-      rows: of a batch: a multiple of this, in powers of two.
-      judged_at_once: attempts.
-      texts: of `World.texts`, that are learnt in every batch, beside what was attempted.
+      objective: "rewards", or "teachers" for distillation (GLM-5 3.5). The origin of a task selects its teacher.
+      policy: loss of sampled tokens.
+      credit: credit assignment.
+      rollout: sampling of attempts.
+      engine: inference engine of the rollouts.
+      evaluation: evaluation on held-out tasks.
+      mismatch: comparison of engine and learner before each update, with its limits.
+      teachers: teachers by origin. With objective="rewards", the reference of `credit.kl_target`.
+      length: tokens of a row, and maximum tokens of an attempt.
+      rows: divisor of a batch's rows; the quotient is a power of two.
+      reward_concurrency: maximum attempts that are judged at once.
+      sft_rows: records of `TaskSuite.conversations` that every batch trains on, in addition to the attempts.
     """
 
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=adam)
-    schedule: ScheduleConfig = dataclasses.field(default_factory=small_constant)
-    step: StepConfig = dataclasses.field(default_factory=policy_alone)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=adam_optimizer_config)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=constant_schedule_config)
+    step: StepConfig = dataclasses.field(default_factory=policy_step_config)
     requires_checkpoint: bool = True
-    learns: str = "rewards"
+    objective: str = "rewards"
     policy: PolicyConfig = PolicyConfig()
     credit: CreditConfig = CreditConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    agreement: AgreementConfig = AgreementConfig()
+    mismatch: MismatchConfig = MismatchConfig()
     teachers: tuple[Teacher, ...] = ()
     length: int = 65_536 + 4096  # a reply and its prompt; not disclosed
     rows: int = 8
-    judged_at_once: int = 64
-    texts: int = 0
+    reward_concurrency: int = 64
+    sft_rows: int = 0
 
     def __post_init__(self):
-        if self.learns not in LEARNS:
-            raise ValueError(f"learns is {self.learns!r}; use one of {', '.join(LEARNS)}")
-        if self.rows < 1 or self.judged_at_once < 1 or self.texts < 0:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is {self.objective!r}; use one of {', '.join(OBJECTIVES)}")
+        if self.rows < 1 or self.reward_concurrency < 1 or self.sft_rows < 0:
             raise ValueError(
-                f"rows is {self.rows}, judged_at_once {self.judged_at_once} and texts {self.texts}; use at least 1, 1 "
-                "and 0"
+                f"rows is {self.rows}, reward_concurrency {self.reward_concurrency} and sft_rows {self.sft_rows}; use "
+                "at least 1, 1 and 0"
             )
-        pulled = self.credit.pull == "reference"
-        needs = self.learns == "teachers" or pulled
-        if needs != bool(self.teachers):
+        has_reference = self.credit.kl_target == "reference"
+        needs_teachers = self.objective == "teachers" or has_reference
+        if needs_teachers != bool(self.teachers):
             raise ValueError(
-                f"learns is {self.learns!r}, credit.pull {self.credit.pull!r} and teachers {self.teachers}; what learns "
-                "from teachers, or pays for leaving a reference, needs one, and nothing else"
+                f"objective is {self.objective!r}, credit.kl_target {self.credit.kl_target!r} and teachers "
+                f"{self.teachers}; give teachers for the objective 'teachers' or the kl_target 'reference', and else none"
             )
         origins = [teacher.origin for teacher in self.teachers]
         if len(set(origins)) < len(origins):
             raise ValueError(f"two teachers have one origin: {origins}; join them")
-        if pulled and origins != [""]:
+        if has_reference and origins != [""]:
             raise ValueError(f'a reference has the origin "", not {origins}')
 
     def continue_from(self, folders: Mapping[str, str]):
-        """A teacher whose checkpoint is the name of an earlier stage is that stage."""
-        own = (
-            dataclasses.replace(one, checkpoint=folders.get(one.checkpoint, one.checkpoint))
-            for one in self.teachers
+        """Returns the config with each teacher that names an earlier stage set to that stage's folder."""
+        teachers = tuple(
+            dataclasses.replace(
+                teacher, checkpoint=folders.get(teacher.checkpoint, teacher.checkpoint)
+            )
+            for teacher in self.teachers
         )
-        return dataclasses.replace(super().continue_from(folders), teachers=tuple(own))
+        return dataclasses.replace(super().continue_from(folders), teachers=teachers)
 
     @property
     def changeable_on_resume(self) -> tuple[str, ...]:
-        return *super().changeable_on_resume, "agreement."
+        return *super().changeable_on_resume, "mismatch."
 
     @property
     def row_length(self) -> int:
@@ -139,7 +154,7 @@ class RlConfig(StageConfig):
     def check_rows(self, region: Region) -> None:
         if self.rows % (shards := region.size(BATCH_AXES)):
             raise ValueError(
-                f"rows is {self.rows}; it must be a multiple of {shards}, devices that have rows of their own"
+                f"rows is {self.rows}; it must be a multiple of {shards}, the devices that hold different rows"
             )
         super().check_rows(region)
 

@@ -1,67 +1,125 @@
-"""What became of a rollout, in the one form that all task services have (GLM-5 4.1.1)."""
+"""Trajectories: finished rollouts, in the one form that all task services share (GLM-5 4.1.1).
+
+A task service ends a rollout; `Trajectory` holds its reward and a summary of its token records. The records stay at the
+gateway until the trainer fetches those of its batch. The buffer collects the trajectories of one task into a
+`BatchGroup`, which the trainer trains on. The in-process engine returns a `Group` instead.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.rl.types import Attempt, Message, Reward, Task
+from glm5_jax.rl.types import Attempt, Reward, Task
 
 
-@dataclasses.dataclass(frozen=True)
-class Trajectory:
-    """A rollout that has ended.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordSummary:
+    """Summary of the token records of a rollout, sufficient for staleness, group repair and metrics.
 
     Attributes:
-      rollout_id, group_id: its own, and that of all attempts at the same task. task: the service's name, number: which of
-        the service's tasks.
-      messages: the task's, the policy's replies and what tools answered.
-      reward: value None: the environment failed, and nothing is known of the policy.
-      records: what is trained on, a record for each branch of the chat, as the gateway kept them.
-      metrics: numbers by name, beside the reward's parts. seconds: from its start to its reward.
+      lengths: number of tokens of each record.
+      num_trained_tokens: number of tokens of all records that are trained on.
+      versions: distinct versions of the weights that sampled tokens, ascending; empty: no token was sampled.
+      is_truncated: whether the last record ended at its length limit.
+      digest: digest of the encoded records (`rollouts.record_codec`); empty: the records never left this process.
+    """
+
+    lengths: tuple[int, ...]
+    num_trained_tokens: int
+    versions: tuple[int, ...]
+    is_truncated: bool
+    digest: str = ""
+
+
+def summarize_records(records: Sequence[TokenRecord], digest: str = "") -> RecordSummary:
+    """Returns the summary of sampled records.
+
+    Raises ValueError for a record with tokens to train on and without a weight_version.
+    """
+    for record in records:
+        if record.weight_version is None and record.loss_mask.any():
+            raise ValueError(
+                f"rollout {record.rollout_id!r} has tokens to train on without a weight_version; keep the engine's"
+            )
+    streams = [record.weight_version for record in records if record.weight_version is not None]
+    versions = np.unique(np.concatenate([np.zeros(0, np.int32), *streams]))
+    return RecordSummary(
+        lengths=tuple(len(record) for record in records),
+        num_trained_tokens=sum(int(record.loss_mask.sum()) for record in records),
+        versions=tuple(versions[versions >= 0].tolist()),
+        is_truncated=bool(records) and records[-1].status == "truncated",
+        digest=digest,
+    )
+
+
+def summary_from_json(body: Any) -> RecordSummary:
+    """Returns the summary of a JSON object with its fields. Raises ValueError for another value."""
+    return msgspec.convert(body, RecordSummary)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """Rollout that has ended.
+
+    Attributes:
+      rollout_id: id of the rollout, and of its session at the gateway.
+      group_id: id of its group, the attempts at one task.
+      task: name of the task service.
+      number: number of the task within the service.
+      reward: the reward. Its value is None if the environment failed; the policy is then not judged.
+      summary: summary of the records; None if the environment failed.
+      records: records to train on, one for each branch of the chat, with the tokens as the gateway sampled them; empty
+        where they were not fetched, as in the orchestrator.
+      metrics: numbers by name, in addition to the reward's parts.
+      has_used_tools: whether a reply of the policy follows a tool's result.
+      duration_s: time from the start to the reward, in seconds.
     """
 
     rollout_id: str
     group_id: str
     task: str
     number: int
-    messages: tuple[Message, ...]
     reward: Reward
+    summary: RecordSummary | None = None
     records: tuple[TokenRecord, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
+    has_used_tools: bool = False
+    duration_s: float = 0.0
 
     @property
-    def failed(self) -> bool:
-        """Whether it says nothing of the policy: its environment failed, or nothing was sampled."""
-        return self.reward.value is None or self.versions is None
+    def has_failed(self) -> bool:
+        """Returns True if nothing is known of the policy: the environment failed, or no token was sampled."""
+        return self.reward.value is None or not self.versions
 
     @property
-    def versions(self) -> tuple[int, int] | None:
-        """Of the weights that sampled it: the oldest and the newest; None if none did."""
-        sampled = [own[own >= 0] for own in (r.weight_version for r in self.records)]
-        found = [(int(own.min()), int(own.max())) for own in sampled if own.size]
-        return (min(a for a, _ in found), max(b for _, b in found)) if found else None
+    def versions(self) -> tuple[int, ...]:
+        """Returns the distinct versions of the weights that sampled tokens, ascending."""
+        return () if self.summary is None else self.summary.versions
 
-    def told(self) -> dict:
-        """As JSON; `trajectory` is the way back."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        more = {
+    def to_json(self) -> dict[str, Any]:
+        """Returns the trajectory as JSON, without its records; `trajectory_from_json` is the inverse."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["records"]
+        return fields | {
             "reward": dataclasses.asdict(self.reward),
-            "records": [told(record) for record in self.records],
+            "summary": self.summary and dataclasses.asdict(self.summary),
         }
-        return own | more
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """A group that is to be learnt from.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchGroup:
+    """Group of trajectories that the trainer trains on.
 
     Attributes:
-      group_id, task, number, order: as it was admitted.
-      members: `group` trajectories; copies behind the others are the same objects.
-      baseline: the rewards of the members without copies, whose statistics the advantages are of.
-      staleness: of the oldest member, in steps.
+      group_id, task, number: as in `Trajectory`.
+      order: position in the order in which groups were admitted.
+      members: trajectories, as many as the group size. Copies come after the originals and are the same objects.
+      baseline: rewards of the members without copies; advantages take their statistics.
+      staleness: age of the oldest member's weights, in training steps.
     """
 
     group_id: str
@@ -73,9 +131,16 @@ class Taken:
     staleness: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Group:
-    """The attempts at a task, what was sampled for each, and, once they are judged, what each is worth."""
+    """Attempts at one task by an engine in the trainer's process.
+
+    Attributes:
+      task: the task.
+      attempts: the attempts.
+      records: sampled tokens of each attempt.
+      rewards: reward of each attempt; empty until they are judged.
+    """
 
     task: Task
     attempts: list[Attempt]
@@ -83,29 +148,11 @@ class Group:
     rewards: list[Reward] = dataclasses.field(default_factory=list)
 
 
-def trajectory(said: Mapping[str, Any]) -> Trajectory:
-    """The trajectory that `Trajectory.told` spoke of."""
-    ids = {name: said[name] for name in ("group_id", "rollout_id")}
-    more = {
-        "messages": tuple(said["messages"]),
-        "reward": Reward(**said["reward"]),
-        "records": tuple(heard(record, **ids) for record in said["records"]),
+def trajectory_from_json(body: Mapping[str, Any]) -> Trajectory:
+    """Returns the trajectory that `Trajectory.to_json` wrote."""
+    summary = body["summary"]
+    parsed = {
+        "reward": Reward(**body["reward"]),
+        "summary": None if summary is None else summary_from_json(summary),
     }
-    return Trajectory(**{**said, **more})
-
-
-def told(record: TokenRecord) -> dict:
-    """What is said over HTTP of a record; `heard` is the way back."""
-    streams = {
-        "token_ids": record.token_ids.tolist(),
-        "loss_mask": record.loss_mask.astype(int).tolist(),
-        "rollout_logp": [None if x != x else x for x in record.rollout_logp.tolist()],
-        "weight_version": record.weight_version.tolist(),
-    }
-    return {**streams, "status": record.status}
-
-
-def heard(said: Mapping, **more: Any) -> TokenRecord:
-    """The record that `told` spoke of; more: other fields."""
-    logp = [float("nan") if x is None else x for x in said["rollout_logp"]]
-    return TokenRecord(**{**said, "rollout_logp": logp, **more})
+    return Trajectory(**{**body, **parsed})

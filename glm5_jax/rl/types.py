@@ -1,4 +1,7 @@
-"""What a task asks, what a policy made of it, and what that is worth: where rewards and environments meet the learner."""
+"""Types that environments and the learner share: tasks, attempts at them, rewards, verifiers.
+
+An environment offers a `Task`, a policy makes an `Attempt` at it, and a `Verifier` judges the attempt with a `Reward`.
+"""
 
 import dataclasses
 import reprlib
@@ -7,18 +10,25 @@ from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, Any]  # in OpenAI's form: role, content, reasoning_content, tool_calls
 
-FINISHED = ("stop", "length", "failed")
-MAX_REWARD = 1e6  # ours: advantages and their squares stay finite in float32
-MAX_NUMBER = 1e15  # ours, of parts and metrics, which are averaged for reports
+FINISH_REASONS = ("stop", "length", "failed")
+MAX_REWARD = 1e6  # our choice: advantages and their squares stay finite in float32
+MAX_NUMBER = 1e15  # our choice, for parts and metrics, which reports average
 _MAX_LEASE_AHEAD_MS = 24 * 3600 * 1000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A problem. id: of its own among all; kind: of task, whose verifier judges it; messages: what the policy is
-    given; data: what the verifier needs, a result or tests, which the policy never sees; tools: that it may
-    call, as OpenAI describes functions; origin: the stage whose task it is, which has its teacher; thinking: whether
-    replies begin with reasoning, None: as all others do."""
+    """Problem for a policy.
+
+    Attributes:
+      id: unique id among all tasks.
+      kind: kind of task; selects the verifier.
+      messages: messages that the policy is prompted with.
+      data: data for the verifier, such as a result or tests. The policy never sees it.
+      tools: tools that the policy may call, in OpenAI's form of functions.
+      origin: name of the training stage that the task belongs to; selects the teacher in distillation.
+      thinking: True if replies begin with reasoning; None: the default of the rollouts.
+    """
 
     id: str
     kind: str
@@ -33,36 +43,46 @@ class Task:
             raise ValueError(f"task {self.id!r} has no message; give at least the user's")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """messages: behind those of the task, the policy's replies and what tools answered. finish_reason: "stop",
-    "length" (it was cut off) or "failed" (the environment could not go on; `error` says why). error beside "stop": by what
-    mistake the policy ended it, such as a call that cannot be read. sampled: tokens that the policy wrote, also those
-    that are no text, 0 if nobody counted."""
+    """Attempt of a policy at a task.
+
+    Attributes:
+      messages: messages after those of the task: the policy's replies and the tools' results.
+      finish_reason: "stop", "length" if the attempt was truncated, or "failed" if the environment could not go on.
+      error: reason of "failed". With "stop": the mistake by which the policy ended the attempt, such as a tool call
+        that cannot be parsed.
+      num_sampled_tokens: tokens that the policy sampled, including those that are no text; 0 if not counted.
+    """
 
     messages: tuple[Message, ...]
     finish_reason: str = "stop"
     error: str = ""
-    sampled: int = 0
+    num_sampled_tokens: int = 0
 
     def __post_init__(self):
-        if self.finish_reason not in FINISHED:
+        if self.finish_reason not in FINISH_REASONS:
             raise ValueError(
-                f"finish_reason is {self.finish_reason!r}; use one of {', '.join(FINISHED)}"
+                f"finish_reason is {self.finish_reason!r}; use one of {', '.join(FINISH_REASONS)}"
             )
 
     @property
     def reply(self) -> str:
-        """What the last message of the policy says, without its reasoning; "" if it never replied."""
-        said = [m.get("content") or "" for m in self.messages if m["role"] == "assistant"]
-        return said[-1] if said else ""
+        """Returns the content of the policy's last message, without its reasoning; "" without a reply."""
+        replies = [m.get("content") or "" for m in self.messages if m["role"] == "assistant"]
+        return replies[-1] if replies else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """value: None for a failure of the environment, which is not the policy's fault: the attempt is repaired or left
-    out, and never counts as 0. What the policy itself broke (no answer, its code hangs) is 0, with `error` saying
-    what. parts: what it is made of, by name."""
+    """Reward of an attempt.
+
+    Attributes:
+      value: the reward. None if the environment failed, which is not the policy's fault: the attempt is then repaired
+        or left out, and never counts as 0. The policy's own failures (no answer, code that hangs) are 0, with `error`.
+      parts: components of the reward, by name.
+      error: reason of a missing value, or of a 0 by the policy's fault; "" for none.
+    """
 
     value: float | None
     parts: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
@@ -78,15 +98,21 @@ class Reward:
 
 def check_number(name: str, value: float, limit: float = MAX_NUMBER) -> None:
     """Raises ValueError unless a number is finite and within plus or minus a limit."""
-    if not -limit <= value <= limit:  # which compares integers of any size exactly, and NaN is not
+    # The comparison is exact for integers of any size, and False for NaN.
+    if not -limit <= value <= limit:
         raise ValueError(
             f"{name} is {reprlib.repr(value)}; it must be finite and from {-limit:g} to {limit:g}, or left out"
         )
 
 
-class Weights(NamedTuple):
-    """What engines have that are sampled from. lease: of the trainer, later ones are of those that replaced it; version:
-    the optimiser's steps; checksum: as engines tell it, None: they do not."""
+class WeightVersion(NamedTuple):
+    """Version of the weights that engines sample with.
+
+    Attributes:
+      lease: lease of the trainer that pushed them. A later lease belongs to a trainer that replaced it.
+      version: the optimiser's steps.
+      checksum: checksum that engines report; None if they report none.
+    """
 
     lease: int
     version: int
@@ -94,30 +120,38 @@ class Weights(NamedTuple):
 
 
 def check_lease(lease: int, now: float) -> None:
-    """Raises ValueError for a lease that no orchestrator can have given by now, in seconds since the epoch.
+    """Raises ValueError if an orchestrator cannot have issued a lease by now, in seconds since the epoch.
 
-    A lease is the orchestrator's time in milliseconds. A later one could never be replaced by that of another trainer.
+    A lease is the orchestrator's time in milliseconds. Another trainer's lease could never replace a later one.
     """
-    if is_ahead(lease, now):
+    if is_lease_ahead(lease, now):
         raise ValueError(
             f"lease is {lease}, which is more than a day ahead of this machine's clock ({1e3 * now:.0f}); give the lease "
             "of the orchestrator, and set the clocks of both machines"
         )
 
 
-def is_ahead(lease: int, now: float) -> bool:
-    """Returns whether a lease is of a clock more than a day ahead of now, in seconds since the epoch, as one that was set back
-    since. Such a lease is replaced by that of the next trainer, although it is later."""
+def is_lease_ahead(lease: int, now: float) -> bool:
+    """Returns True if a lease is more than a day ahead of now, in seconds since the epoch.
+
+    That happens if the orchestrator's clock has been set back. The next trainer's lease replaces such a lease,
+    although its number is smaller.
+    """
     return lease > 1e3 * now + _MAX_LEASE_AHEAD_MS
 
 
-class Unreadable(ValueError):
-    """What a policy wrote is none of what its judge can read: worth 0, as what fails by its text is its own doing."""
+class UnreadableReply(ValueError):
+    """Raised if a judge cannot read a policy's reply. The reward is 0, because the policy wrote that text."""
 
 
-def settled(attempt: Attempt, parts: Mapping[str, float] | None = None) -> Reward | None:
-    """What an attempt is worth whatever it says, None if that depends: nothing is known of one that the environment
-    failed; 0, with these parts, if it was cut off or the policy ended it by a mistake."""
+def reward_without_verifier(
+    attempt: Attempt, parts: Mapping[str, float] | None = None
+) -> Reward | None:
+    """Returns the reward of an attempt whose text need not be judged; None if a verifier must judge it.
+
+    A failure of the environment has no value. An attempt that was truncated, or that the policy ended by a mistake, is
+    worth 0, with these parts.
+    """
     if attempt.finish_reason == "failed":
         return Reward(None, error=attempt.error or "the environment failed")
     if attempt.finish_reason == "length":
@@ -126,13 +160,16 @@ def settled(attempt: Attempt, parts: Mapping[str, float] | None = None) -> Rewar
 
 
 class Verifier(Protocol):
-    """Judges attempts at tasks of its kind. Never raises for what a policy wrote; whatever else fails is a `Reward`
-    of None. That must be nothing which a policy can bring about: it would learn to, and its bad attempts be left out."""
+    """Judge of attempts at tasks of one kind.
+
+    Never raises for anything that a policy wrote. Any other failure is a `Reward` of None. A policy must not be able to
+    cause such a failure. Otherwise it would learn to, because an attempt without a value is left out of training.
+    """
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward: ...
 
 
-def used_tools(messages: Sequence[Message]) -> bool:
-    """Whether a reply follows what a tool answered."""
+def has_used_tools(messages: Sequence[Message]) -> bool:
+    """Returns True if a reply of the policy follows a tool's result."""
     roles = [message["role"] for message in messages]
     return "tool" in roles and "assistant" in roles[roles.index("tool") :]

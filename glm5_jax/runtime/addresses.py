@@ -51,7 +51,7 @@ def is_wildcard(host: str) -> bool:
         [first, *_] = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
     except OSError:
         return False
-    return is_unspecified(first[4][0])
+    return is_unspecified(str(first[4][0]))
 
 
 def is_unspecified(address: str) -> bool:

@@ -6,7 +6,7 @@ original classes from them, so that every check of their constructors runs on th
 """
 
 import dataclasses
-import difflib
+import re
 import types
 import typing
 from typing import Any
@@ -29,7 +29,9 @@ def to_mutable(config: Any) -> Any:
         fields.append((field.name, kind))
         values[field.name] = value
     mutable_class = dataclasses.make_dataclass(
-        type(config).__name__, fields, namespace={"frozen_class": type(config), "fixed": fixed}
+        type(config).__name__,
+        fields,
+        namespace={"frozen_class": type(config), "fixed": fixed, "initial": dict(values)},
     )
     return mutable_class(**values)
 
@@ -47,28 +49,12 @@ def to_frozen(mutable: Any, path: str = "") -> Any:
         if hasattr(value, "frozen_class"):
             values[field.name] = to_frozen(value, f"{where}.")
         else:
-            values[field.name] = _typed(value, hints[field.name], where)
+            initial = mutable.initial[field.name]
+            values[field.name] = _typed(value, hints[field.name], where, initial)
     try:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{path.rstrip('.')}: {error}" if path else str(error)) from None
-
-
-def check_path(mutable: Any, path: str) -> None:
-    """Raises ValueError, with the most similar names, unless `path` ("model.hidden_size") names a field."""
-    node, done = mutable, []
-    for name in path.split("."):
-        known = [f.name for f in dataclasses.fields(node)] if hasattr(node, "frozen_class") else []
-        if name not in known:
-            location = f" in {'.'.join(done)}" if done else ""
-            close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
-            offer = f"; did you mean {', '.join(close)}?" if close else ", which is a single value"
-            raise ValueError(f"no field {name!r}{location}{offer}")
-        node = getattr(node, name)
-        done.append(name)
-    if hasattr(node, "frozen_class"):
-        known = ", ".join(f.name for f in dataclasses.fields(node))
-        raise ValueError(f"{path} is a group of fields; set one of them: {known}")
 
 
 def flags_between(before: Any, after: Any, path: str = "") -> list[tuple[str, str]]:
@@ -119,8 +105,11 @@ def _flag_type(hint):
     return str if hint == str | None else object
 
 
-def _typed(value, hint, path):
-    """Returns a value converted to the type of its field. Raises ValueError if it does not fit."""
+def _typed(value, hint, path, initial):
+    """Returns a value converted to the type of its field. Raises ValueError if it does not fit.
+
+    initial: the config's value, which the error gives as an example.
+    """
     if hint == str | None and value in ("None", "none", ""):
         return None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -131,7 +120,10 @@ def _typed(value, hint, path):
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     if problem := _misfit(path, value, hint):
-        raise ValueError(problem)
+        example = (
+            f"; an example is {literal_of(initial)}" if initial and not _is_plain(hint) else ""
+        )
+        raise ValueError(f"{problem}{example}")
     return value
 
 
@@ -139,7 +131,41 @@ def _misfit(name: str, value, hint) -> str | None:
     """Returns an error message if a value does not fit its field, else None."""
     if _fits(value, hint):
         return None
-    return f"{name} is {value!r}; it must be of type {hint.__name__ if isinstance(hint, type) else hint}"
+    return f"{name} is {value!r}; it must be of type {type_text(hint)}"
+
+
+def type_text(hint) -> str:
+    """Returns a type as its annotation is written, without the modules of its classes."""
+    if typing.get_origin(hint) is None and isinstance(hint, type):
+        return hint.__name__
+    return re.sub(r"(?:[\w<>]+\.)+(?=\w)", "", str(hint))
+
+
+def _is_plain(hint) -> bool:
+    """Returns whether a type needs no example: a number, a bool, a text, or one of these or None."""
+    kinds = typing.get_args(hint) if _is_union(hint) else (hint,)
+    return all(kind in (int, float, bool, str, type(None)) for kind in kinds)
+
+
+def literal_of(value: Any) -> str:
+    """Returns the text that gives a flag this value; dataclasses are dicts of the fields that differ from their default."""
+    return value if isinstance(value, str) else repr(_shortest(value))
+
+
+def _shortest(value):
+    """Returns a value with its dataclasses as dicts, without the fields that have their default."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_shortest, value))
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = {}
+    for field in dataclasses.fields(value):
+        item, default = getattr(value, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if item != default:
+            fields[field.name] = _shortest(item)
+    return fields
 
 
 def _built(item, hint):
@@ -151,7 +177,7 @@ def _built(item, hint):
     if typing.get_origin(hint) is tuple and isinstance(item, (tuple, list)):
         return tuple(_built(part, typing.get_args(hint)[0]) for part in item)
     union = typing.get_args(hint) if _is_union(hint) else (hint,)
-    kinds = [kind for kind in union if dataclasses.is_dataclass(kind)]
+    kinds = [kind for kind in union if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
     if not (kinds and isinstance(item, dict)):
         return item
     problems = []

@@ -46,7 +46,7 @@ class FolderLock:
                 self.release()
                 raise
             _log.warning("%s has no locks (%s); start one run at a time there", path.parent, error)
-        self._name_holder()
+        self._name_holder(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -62,10 +62,10 @@ class FolderLock:
 
     __del__ = release
 
-    def _name_holder(self) -> None:
+    def _name_holder(self, descriptor: int) -> None:
         text = f"process {os.getpid()} of {os.uname().nodename}\n"
         try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, text.encode(), 0)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode(), 0)
         except OSError as error:  # such as a full disk; the lock is held anyway
             _log.debug("the lock names no process: %s", error)

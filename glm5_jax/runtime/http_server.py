@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import functools
 import gc
 import hmac
 import json
@@ -169,6 +170,17 @@ class ListenConfig:
             )
 
 
+def check_port(config: ListenConfig) -> None:
+    """Raises OSError if a server could not listen at the config's address at this moment."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+
+
 def find_free_port(host: str = "127.0.0.1") -> int:
     """Returns a port of this machine that is free at the moment."""
     with socket.socket() as probe:
@@ -231,6 +243,10 @@ class HttpServer:
         """Returns the reply to a handler's error; None if the error is the server's fault (status 500)."""
         return error if isinstance(error, ApiError) else None
 
+    def error_response(self, request: web.Request, error: ApiError) -> web.Response:
+        """Returns the response to a request that has failed, in OpenAI's form."""
+        return json_response(error.body, error.status)
+
     def app(self) -> web.Application:
         """Returns the application; `lifespan` runs with it."""
         app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._guard])
@@ -247,23 +263,23 @@ class HttpServer:
         """
         _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
-        self._stop = asyncio.Event()
+        stop = self._stop = asyncio.Event()
         # Otherwise each collection would scan all imported objects for 0.1 s while requests wait.
         gc.freeze()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, stop.set)
         async with self._listening() as port:
             with self._record_utilization():
-                await self._tell_port(port)
+                await self._tell_port(port, stop)
                 if ready:
                     ready(port)
-                await self._stop.wait()
+                await stop.wait()
                 await self.drain()
 
-    async def _tell_port(self, port: int) -> None:
+    async def _tell_port(self, port: int, stop: asyncio.Event) -> None:
         """Writes the ready file. On a full disk it waits for room, because ending would not make any."""
-        while self.config.ready_file is not None and not self._stop.is_set():
+        while self.config.ready_file is not None and not stop.is_set():
             try:
                 return write_port_file(self.config.ready_file, port)
             except OSError as error:
@@ -299,15 +315,17 @@ class HttpServer:
             if self.api_key is None and not is_loopback(self.config.host):
                 # In another thread, because it may query a name server.
                 self._machine_names = await loop.run_in_executor(None, machine_names)
+            assert runner.server is not None, "setup makes the server"
             server = await loop.create_server(
                 runner.server, self.config.host, self.config.port, backlog=_BACKLOG
             )
-            self.port = server.sockets[0].getsockname()[1]
+            port: int = server.sockets[0].getsockname()[1]
+            self.port = port
             try:
                 # A host name may also resolve to every network, so the addresses of the sockets are checked.
                 if any(is_unspecified(one.getsockname()[0]) for one in server.sockets):
                     self.config.check_reach()
-                yield self.port
+                yield port
             finally:
                 # Otherwise a connection accepted while its server closes would stay open (CPython before 3.12).
                 for listening in server.sockets:
@@ -399,28 +417,30 @@ class HttpServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler):
-        """Checks access, runs a handler and converts every error to OpenAI's form."""
+        """Checks access, runs a handler and converts every error to a response."""
         try:
             self._admit(request)
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            return _error(_too_long(self.config.max_body_bytes))
+            return self.error_response(request, _too_long(self.config.max_body_bytes))
         except web.HTTPNotFound:
             known = "; ".join(
                 f"{method} {', '.join(paths)}" for method, paths in _paths(request.app)
             )
-            return _error(ApiError(f"there is no {request.path}; there are {known}", 404))
+            unknown = ApiError(f"there is no {request.path}; there are {known}", 404)
+            return self.error_response(request, unknown)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return _error(ApiError(error.reason, error.status))
+            return self.error_response(request, ApiError(error.reason, error.status))
         except (ConnectionResetError, asyncio.CancelledError):
             raise
         except Exception as error:
             if refused := self.to_api_error(error):
-                return _error(refused)
+                return self.error_response(request, refused)
             _log.exception("%s %s", request.method, request.path)
-            return _error(ApiError("the server has failed; its log says why", 500, "internal"))
+            failure = ApiError("the server has failed; its log says why", 500, "internal")
+            return self.error_response(request, failure)
 
     def _admit(self, request: web.Request) -> None:
         # Not `request.host`, which asks a name server if there is no such header, while all requests wait. Browsers
@@ -438,7 +458,9 @@ class HttpServer:
             )
         if self.api_key is None or request.path in self.open_to_all:
             return
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        # Clients of Anthropic's API send the key in a header of its own.
+        sent = request.headers.get("Authorization") or request.headers.get("X-Api-Key", "")
+        sent = sent.removeprefix("Bearer ")
         sent = sent.encode("utf-8", "surrogateescape")
         if not any(hmac.compare_digest(sent, key.encode()) for key in self.accepted_keys):
             raise ApiError("the API key is missing or wrong", 401, "invalid_api_key")
@@ -461,20 +483,22 @@ def _too_long(max_bytes: int) -> ApiError:
 
 def _paths(app: web.Application) -> list[tuple[str, list[str]]]:
     """Returns (method, paths) of all routes."""
-    paths = {"GET": [], "POST": [], "DELETE": []}
+    paths: dict[str, list[str]] = {"GET": [], "POST": [], "DELETE": []}
     for route in app.router.routes():
-        if route.method in paths:
+        if route.method in paths and route.resource is not None:
             paths[route.method].append(route.resource.canonical)
     return list(paths.items())
 
 
 def json_bytes(value: Any) -> bytes:
     """Encodes a value as JSON on one line; unpaired surrogates become "?", numbers that are not finite null."""
-    options = dict(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    dumps = functools.partial(
+        json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    )
     try:
-        text = json.dumps(value, **options)
+        text = dumps(value)
     except ValueError:
-        text = json.dumps(_finite(value), **options)
+        text = dumps(_finite(value))
     return text.encode("utf-8", "replace")
 
 
@@ -492,7 +516,3 @@ def _finite(value: Any) -> Any:
 def json_response(value: Any, status: int = 200) -> web.Response:
     """Returns a reply whose body is JSON."""
     return web.Response(body=json_bytes(value), status=status, content_type="application/json")
-
-
-def _error(error: ApiError) -> web.Response:
-    return json_response(error.body, error.status)

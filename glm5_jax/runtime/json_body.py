@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from json.decoder import scanstring
+from json.decoder import scanstring  # pyright: ignore[reportAttributeAccessIssue]: not in typeshed
 from typing import Any, NamedTuple
 
 MAX_SINGLE_PASS_BYTES = 2**16  # bodies up to this size are read at once
@@ -194,7 +194,9 @@ class _Pieces:
 
     def _numbers(self) -> NumberList | None:
         """Reads a list that holds numbers only and is long enough to stay text; None for any other list."""
-        start, end = self._at, _NUMBERS.match(self._body, self._at).end()
+        match = _NUMBERS.match(self._body, self._at)
+        assert match is not None, "the pattern also matches nothing"
+        start, end = match.span()
         if end - start < 1024 or self._body[end : end + 1] != b"]":
             return None
         numbers = NumberList(self._body, start, end)
@@ -273,7 +275,9 @@ class _Pieces:
         return byte == closing
 
     def _next(self) -> bytes:
-        self._at = _SPACE.match(self._body, self._at).end()
+        match = _SPACE.match(self._body, self._at)
+        assert match is not None, "the pattern also matches nothing"
+        self._at = match.end()
         return self._body[self._at : self._at + 1]
 
     def _inner(self, depth: int) -> int:

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from glm5_jax.runtime.placement import EXIT_RESTART
 
@@ -56,7 +56,7 @@ class PreemptionGuard:
     def __bool__(self) -> bool:
         return self._is_set
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "PreemptionGuard":
         if PreemptionGuard._program is not None:
             return PreemptionGuard._program
         if threading.current_thread() is not threading.main_thread():

@@ -53,11 +53,14 @@ class PipeWorker:
             bufsize=0,
             start_new_session=True,
         )
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None and stdout is not None and stderr is not None, "all are pipes"
+        self._stdin, self._stdout, self._stderr = stdin, stdout, stderr
+        for stream in (stdin, stdout, stderr):
             os.set_blocking(stream.fileno(), False)
         self._name = " ".join(command)
         self._max_reply_bytes = max_reply_bytes
-        self._stderr = b""
+        self._stderr_end = b""
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +76,7 @@ class PipeWorker:
         - TimeoutError if there is no reply within `timeout_s` seconds.
         - ChildProcessError if the process ends, was closed before, or sends more than `max_reply_bytes`.
         """
-        if self._process.stdin.closed:
+        if self._stdin.closed:
             raise ChildProcessError(f"{self._name} was closed; start a new Worker")
         request = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
         try:
@@ -88,43 +91,41 @@ class PipeWorker:
     def close(self) -> None:
         """Kills the worker and all processes that it started."""
         process = self._process
-        if process.stdin.closed:
+        if self._stdin.closed:
             return
         # Before it is waited for: until then its number cannot belong to another group.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
+        for stream in (self._stdin, self._stdout, self._stderr):
             stream.close()
 
     def _exchange(self, request: bytes, timeout_s: float) -> bytearray:
         """Sends a line and returns the reply line; reads standard error meanwhile."""
-        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
         deadline = time.monotonic() + timeout_s
         reply = bytearray()
         with selectors.DefaultSelector() as selector:
-            selector.register(stdin, selectors.EVENT_WRITE)
-            selector.register(stdout, selectors.EVENT_READ)
-            selector.register(stderr, selectors.EVENT_READ)
+            selector.register(self._stdin, selectors.EVENT_WRITE)
+            selector.register(self._stdout, selectors.EVENT_READ)
+            selector.register(self._stderr, selectors.EVENT_READ)
             while not reply.endswith(b"\n"):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise TimeoutError(f"{self._name} did not answer within {timeout_s} s")
                 for stream in (key.fileobj for key, _ in selector.select(remaining)):
                     # Send the rest of the request, or read what has arrived.
-                    if stream is stdin:
+                    if stream is self._stdin:
                         request = request[self._send(request) :]
                         if not request:
-                            selector.unregister(stdin)
-                        continue
-                    data = stream.read(_CHUNK)
-                    if stream is stderr:
-                        self._stderr = (self._stderr + data)[-_STDERR_BYTES:]
+                            selector.unregister(self._stdin)
+                    elif stream is self._stderr:
+                        data = self._stderr.read(_CHUNK)
+                        self._stderr_end = (self._stderr_end + data)[-_STDERR_BYTES:]
                         if not data:
-                            selector.unregister(stderr)
-                    elif not data:
-                        raise self._death_error()
-                    else:
+                            selector.unregister(self._stderr)
+                    elif data := self._stdout.read(_CHUNK):
                         reply += data
+                    else:
+                        raise self._death_error()
                 if len(reply) > self._max_reply_bytes:
                     raise ChildProcessError(
                         f"{self._name} sent more than {self._max_reply_bytes} bytes; "
@@ -134,15 +135,14 @@ class PipeWorker:
 
     def _send(self, data: bytes) -> int:
         try:
-            return os.write(self._process.stdin.fileno(), data)
+            return os.write(self._stdin.fileno(), data)
         except BrokenPipeError:
             raise self._death_error() from None
 
     def _death_error(self) -> ChildProcessError:
-        last = (
-            self._process.stderr.read(2**20) or b""
-        )  # None: a process that it started still holds the pipe
-        text = (self._stderr + last)[-_STDERR_BYTES:].decode(errors="replace").strip()
+        # None: a process that it started still holds the pipe.
+        last = self._stderr.read(2**20) or b""
+        text = (self._stderr_end + last)[-_STDERR_BYTES:].decode(errors="replace").strip()
         return ChildProcessError(f"{self._name} ended without an answer; it wrote:\n{text}")
 
 

@@ -26,6 +26,7 @@ from glm5_jax.runtime.folder_lock import FolderLock
 from glm5_jax.runtime.placement import (
     EXIT_RESTART,
     SELF_URL,
+    Health,
     Placement,
     ProcessSlot,
     Role,
@@ -215,7 +216,7 @@ class RoleSupervisor:
         values = {}
         for word in role.addresses:
             name = word.partition(".")[0]
-            values[word] = ",".join(r.url for r in self._replicas[name])
+            values[word] = ",".join(self.urls(name))
         return values
 
     def write(self, event: RoleEvent) -> None:
@@ -371,7 +372,8 @@ class _Replica:
                 elif role.serves and now - began > role.start_timeout_s:
                     return _Exit(f"was not ready within {role.start_timeout_s:g} s")
             elif role.serves and health and now >= next_check:
-                if self._is_healthy():
+                assert self.url is not None, "a role that serves is ready once it has a URL"
+                if self._is_healthy(health, self.url):
                     last_reply = time.monotonic()
                 elif now - last_reply > health.max_silence_s:
                     return _Exit(f"has not replied for {health.max_silence_s:g} s")
@@ -388,14 +390,14 @@ class _Replica:
         if port is None:
             return False
         url, self._port = http_url(first.host, port), port
-        if self.role.health and not self._is_healthy(url):
+        health = self.role.health
+        if health and not self._is_healthy(health, url):
             return False
         self.url = url
         return True
 
-    def _is_healthy(self, url: str | None = None) -> bool:
-        health = self.role.health
-        return is_healthy((url or self.url) + health.path, health.timeout_s)
+    def _is_healthy(self, health: Health, url: str) -> bool:
+        return is_healthy(url + health.path, health.timeout_s)
 
     def _end_processes(self, is_gentle: bool) -> None:
         """Ends all processes; gently: sends SIGTERM first and waits for the grace period."""

@@ -8,7 +8,7 @@ that is spelled out in any message stays text.
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from glm5_jax.text.messages import (
     CALL_START,
     ChatError,
     argument_texts,
+    read_message,
     read_messages,
     read_tools,
     to_json_text,
@@ -48,20 +49,46 @@ class Span(NamedTuple):
     last: int
 
 
-class RenderedChat(NamedTuple):
-    """Rendered chat.
+class RenderedText(NamedTuple):
+    """Chat rendered without a tokenizer.
 
     Attributes:
       text: text with markers.
-      ids: token ids; None without a tokenizer.
-      loss_mask: whether each id is trained on; None without a tokenizer.
       spans: parts of the messages.
     """
 
     text: str
-    ids: list[int] | None
-    loss_mask: list[bool] | None
     spans: tuple[Span, ...]
+
+
+class RenderedChat(NamedTuple):
+    """Chat rendered with a tokenizer.
+
+    Attributes:
+      text: text with markers.
+      ids: token ids.
+      loss_mask: whether each id is trained on.
+      spans: parts of the messages.
+    """
+
+    text: str
+    ids: list[int]
+    loss_mask: list[bool]
+    spans: tuple[Span, ...]
+
+
+class RenderOptions(TypedDict, total=False):
+    """Options of `render_chat`."""
+
+    tools: Sequence[Mapping] | None
+    enable_thinking: bool
+    clear_thinking: bool
+    add_generation_prompt: bool
+    close: bool
+    continue_final: bool
+    variant: str
+    reasoning_effort: str | None
+    first: int
 
 
 class _Piece(NamedTuple):
@@ -80,6 +107,18 @@ class _Piece(NamedTuple):
     part: tuple[int, str, int] | None
 
 
+@overload
+def render_chat(
+    messages: Sequence[Mapping], tokenizer: Tokenizer, **options: Unpack[RenderOptions]
+) -> RenderedChat: ...
+
+
+@overload
+def render_chat(
+    messages: Sequence[Mapping], tokenizer: None = None, **options: Unpack[RenderOptions]
+) -> RenderedText: ...
+
+
 def render_chat(
     messages: Sequence[Mapping],
     tokenizer: Tokenizer | None = None,
@@ -89,10 +128,11 @@ def render_chat(
     clear_thinking: bool = True,
     add_generation_prompt: bool = True,
     close: bool = False,
+    continue_final: bool = False,
     variant: str = "glm5",
     reasoning_effort: str | None = None,
     first: int = 0,
-) -> RenderedChat:
+) -> RenderedChat | RenderedText:
     """Renders messages in OpenAI's form for a model of the family.
 
     - messages: dicts with `role` and `content` (text, or a list of text parts). An assistant's may have
@@ -104,6 +144,8 @@ def render_chat(
     - clear_thinking: whether reasoning before the last user message is left out.
     - add_generation_prompt: whether the text ends with the prompt of the next reply.
     - close: end with the stop marker of the last message, an assistant's, in place of a prompt, as training samples do.
+    - continue_final: end within the last message, an assistant's, in place of a prompt, so that the model continues it.
+      It continues the content; if there is none, the reasoning.
     - variant: name of the layout.
     - reasoning_effort: "max" or "high", for GLM-5.2 only; None: "max".
     - first: index of the first rendered message. The prefix and the messages before it are left out, so that the result
@@ -140,12 +182,22 @@ def render_chat(
             f"message {len(messages) - 1} has role {messages[-1]['role']!r}; only a chat that ends with an "
             "assistant's message can be closed"
         )
+    if continue_final:
+        _check_continued(messages[-1], len(messages) - 1)
     pieces = list(
         _pieces(
-            messages, tools or (), layout, enable_thinking, clear_thinking, reasoning_effort, first
+            messages[:-1] if continue_final else messages,
+            tools or (),
+            layout,
+            enable_thinking,
+            clear_thinking,
+            reasoning_effort,
+            first,
         )
     )
-    if close:
+    if continue_final:
+        pieces += _open_reply(messages[-1], len(messages) - 1, layout, enable_thinking)
+    elif close:
         is_marker = "<|observation|>" if "tool_calls" in messages[-1] else "<|user|>"
         pieces += _template(is_marker, is_trained=True, part=(len(messages) - 1, "stop", 0))
     elif add_generation_prompt:
@@ -237,6 +289,42 @@ def _assistant(
         )
 
 
+def begins_in_thinking(message: Mapping, enable_thinking: bool) -> bool:
+    """Returns whether the continuation of a message (`continue_final`) begins in its thinking."""
+    message = read_message(message)
+    if message["content"]:
+        return False
+    return bool(message.get("reasoning_content")) or enable_thinking
+
+
+def _check_continued(message: Mapping, i: int) -> None:
+    """Raises ChatError if a model cannot continue message i."""
+    if message["role"] != "assistant":
+        raise ChatError(
+            f"message {i} has role {message['role']!r}; only an assistant's message can be continued"
+        )
+    if "tool_calls" in message:
+        raise ChatError(f"message {i} has tool_calls; only content or reasoning can be continued")
+
+
+def _open_reply(
+    message: Mapping, i: int, layout: ChatLayout, enable_thinking: bool
+) -> Iterator[_Piece]:
+    """Yields the pieces of a reply that the model continues, without the end of its last part."""
+    line, content = layout.line_break, message["content"].lstrip()
+    yield from _template("<|assistant|>")
+    if message["content"]:
+        closed = {**message, "content": ""}
+        yield from _assistant(closed, i, layout, True, True, enable_thinking)
+        if content:
+            yield _text(line + content, True, (i, "content", 0))
+    elif reasoning := (message.get("reasoning_content") or "").lstrip():
+        yield from _template(f"{line}<think>")
+        yield _text(reasoning, True, (i, "reasoning", 0))
+    else:
+        yield from _template(layout.prompt(enable_thinking))
+
+
 def _call(call: Mapping, i: int, line: str, part: Mapping) -> Iterator[_Piece]:
     """Yields the pieces of a call of message i; part: is_trained and part of each piece."""
     name, arguments = call["name"], call["arguments"]
@@ -283,13 +371,19 @@ def _text(text: str, is_trained: bool = False, part=None) -> _Piece:
     return _Piece(text, False, is_trained, part)
 
 
-def _assemble(pieces: Sequence[_Piece], tokenizer: Tokenizer | None) -> RenderedChat:
+def _assemble(pieces: Sequence[_Piece], tokenizer: Tokenizer | None) -> RenderedChat | RenderedText:
     """Joins the pieces to a rendered chat."""
+    text = "".join(piece.text for piece in pieces)
+    if tokenizer is None:
+        return RenderedText(text, _spans(pieces, None))
+    ids, owners = _encode(pieces, tokenizer)
+    mask = [pieces[owner].is_trained for owner in owners]
+    return RenderedChat(text, ids, mask, _spans(pieces, owners))
+
+
+def _spans(pieces: Sequence[_Piece], owners: Sequence[int] | None) -> tuple[Span, ...]:
+    """Returns the parts of the messages; owners: index of the piece of each id, None without a tokenizer."""
     ends = list(itertools.accumulate(len(piece.text) for piece in pieces))
-    ids = owners = mask = None
-    if tokenizer is not None:
-        ids, owners = _encode(pieces, tokenizer)
-        mask = [pieces[owner].is_trained for owner in owners]
     spans, first = [], 0
     for part, group in itertools.groupby(enumerate(pieces), key=lambda item: item[1].part):
         indices = [index for index, _ in group]
@@ -306,7 +400,7 @@ def _assemble(pieces: Sequence[_Piece], tokenizer: Tokenizer | None) -> Rendered
             span = Span(message=message, part=name, start=start, end=end, first=first, last=last)
             spans.append(span)
         first = last
-    return RenderedChat("".join(piece.text for piece in pieces), ids, mask, tuple(spans))
+    return tuple(spans)
 
 
 def _encode(pieces: Sequence[_Piece], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -337,7 +337,7 @@ def _sort_results(
     """
     if not results:
         return []
-    ids = [call.get("id") for call in calls]
+    ids = [call.get("id") for call in calls or ()]
     # Indices of the calls of each id that have no result yet, the last first.
     open_calls: dict[str | None, list[int]] = {}
     for k, id_ in reversed(list(enumerate(ids))):
@@ -358,13 +358,13 @@ def _sort_results(
     free = (k for k, result_or_none in enumerate(sorted_results) if result_or_none is None)
     for k, result in zip(list(free), others):
         sorted_results[k] = result
-    sorted_results = sorted_results[: len(results)]
-    if None in sorted_results:
+    first_results = sorted_results[: len(results)]
+    if None in first_results:
         raise ChatError(
-            f"message {results[0][0]} and those after it have no result of call {describe(ids[sorted_results.index(None)])}, but one "
+            f"message {results[0][0]} and those after it have no result of call {describe(ids[first_results.index(None)])}, but one "
             "of a later call; results are assigned by their position, so give one for each call"
         )
-    return sorted_results
+    return [result for result in first_results if result is not None]
 
 
 def _without_ids(message: dict) -> dict:

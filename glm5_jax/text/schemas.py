@@ -21,7 +21,7 @@ MAX_DEPTH = 50  # of nested schemas
 _BYTE = re.compile(rb"%([0-9a-fA-F]{2})")
 _MAX_QUOTED, _MAX_NAMED = 60, 10  # characters of a value, and values of an enum, in a message
 # Type of a value, keywords of its minimum and maximum size, and the unit of the size.
-_SIZES: tuple[tuple[type, str, str, str], ...] = (
+_SIZES: tuple[tuple[type[str] | type[list] | type[dict], str, str, str], ...] = (
     (str, "minLength", "maxLength", "characters"),
     (list, "minItems", "maxItems", "items"),
     (dict, "minProperties", "maxProperties", "properties"),
@@ -234,7 +234,7 @@ def _bound_problem(schema: Mapping, value: int | float) -> str | None:
             bound, strict = None, bound
         if bound is not None and sign * value < sign * bound:
             return f"{value} is beyond the {word} of {bound}"
-        if _is_of(strict, "number") and sign * value <= sign * strict:
+        if strict is not None and _is_of(strict, "number") and sign * value <= sign * strict:
             return f"{value} is not within the {exclusive} of {strict}"
     return None
 

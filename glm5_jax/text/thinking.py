@@ -15,7 +15,7 @@ Exceptions to preserved:
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from glm5_jax.text.chat import RenderedChat, render_chat
 from glm5_jax.text.messages import ChatError, read_messages
@@ -164,7 +164,14 @@ class _Prefix:
 _ANY = {"role": "user", "content": ""}  # a message that stands for any neighbour
 
 
-def request_options(mode: str, think: bool = True) -> dict[str, bool]:
+class ThinkingOptions(TypedDict):
+    """Options of `render_chat` that set the mode of thinking."""
+
+    enable_thinking: bool
+    clear_thinking: bool
+
+
+def request_options(mode: str, think: bool = True) -> ThinkingOptions:
     """Returns the options of `render_chat` for the next reply. think: whether to think; only for turn_level."""
     _check_mode(mode)
     if not think and mode != "turn_level":

@@ -9,7 +9,7 @@ import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import tokenizers
@@ -127,21 +127,7 @@ class Tokenizer:
         """
         # The definition, with and without special tokens.
         self._definition = definition
-        try:
-            content = json.loads(definition)
-            self._with_special = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise ValueError(f"not a tokenizer definition (tokenizer.json): {error}") from error
-        if '"ByteLevel"' not in json.dumps(content.get("decoder")):
-            raise ValueError(
-                f"the tokenizer's decoder is {content.get('decoder')}; only byte-level BPE "
-                "(decoder ByteLevel) can be read"
-            )
-        if _changes_texts(content.get("normalizer")):
-            # The probes below cannot find this: a normalizer may replace a rare letter only, even by a huge text.
-            raise ValueError(
-                f"the tokenizer has a normalizer of type {content['normalizer'].get('type')!r}; {_LOSSLESS}"
-            )
+        content, self._with_special = _read_definition(definition)
         # The library always parses added tokens in a text, so plain text is encoded by a copy without added tokens.
         # `encode_special_tokens` would not cover added tokens that are marked as not special.
         added = content["added_tokens"]
@@ -178,13 +164,7 @@ class Tokenizer:
                 f"the tokenizer has the id {self.vocab_size - 1}; ids can be at most {MAX_VOCAB_SIZE - 1}"
             )
         # The bytes of each token.
-        byte_of = {letter: byte for byte, letter in enumerate(_byte_letters())}
-        self._bytes = [None] * self.vocab_size
-        for token, token_id in vocabulary.items():
-            if token in self.special_ids or not byte_of.keys() >= set(token):
-                self._bytes[token_id] = token.encode()
-            else:
-                self._bytes[token_id] = bytes(byte_of[letter] for letter in token)
+        self._bytes = _bytes_by_id(vocabulary, self.special_ids, self.vocab_size)
         for probe in _PROBES:
             ids = self._plain.encode(probe, add_special_tokens=False).ids
             if (read := self.decode(ids)) != probe:
@@ -339,11 +319,12 @@ class Tokenizer:
 
     def bytes_of(self, token_id: int, *, errors: str = "strict") -> bytes:
         """Returns the bytes of a token; for a special token, its name. An id without a token is as in `decode`."""
-        if not 0 <= token_id < self.vocab_size or self._bytes[token_id] is None:
+        token = self._bytes[token_id] if 0 <= token_id < self.vocab_size else None
+        if token is None:
             if errors == "replace":
                 return "\ufffd".encode()
             raise ValueError(f"id {token_id} is not a token; the ids are 0..{self.vocab_size - 1}")
-        return self._bytes[token_id]
+        return token
 
     def token_bytes(self) -> np.ndarray:
         """Returns the number of bytes of text of each id, int32[v]; 0 for special tokens."""
@@ -369,6 +350,40 @@ class Detokenizer:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+
+def _read_definition(definition: str) -> tuple[dict, tokenizers.Tokenizer]:
+    """Returns the content of a tokenizer.json, and its tokenizer. Raises ValueError for any but a byte-level BPE."""
+    try:
+        content = json.loads(definition)
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise ValueError(f"not a tokenizer definition (tokenizer.json): {error}") from error
+    if '"ByteLevel"' not in json.dumps(content.get("decoder")):
+        raise ValueError(
+            f"the tokenizer's decoder is {content.get('decoder')}; only byte-level BPE "
+            "(decoder ByteLevel) can be read"
+        )
+    if _changes_texts(content.get("normalizer")):
+        # Probes cannot find this: a normalizer may replace a rare letter only, even by a huge text.
+        raise ValueError(
+            f"the tokenizer has a normalizer of type {content['normalizer'].get('type')!r}; {_LOSSLESS}"
+        )
+    return content, tokenizer
+
+
+def _bytes_by_id(
+    vocabulary: Mapping[str, int], special: Container[str], size: int
+) -> list[bytes | None]:
+    """Returns the bytes of the token of each id below `size`, for special tokens their names; None: no token."""
+    byte_of = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    tokens: list[bytes | None] = [None] * size
+    for token, token_id in vocabulary.items():
+        if token in special or not byte_of.keys() >= set(token):
+            tokens[token_id] = token.encode()
+        else:
+            tokens[token_id] = bytes(byte_of[letter] for letter in token)
+    return tokens
 
 
 def _changes_texts(normalizer) -> bool:

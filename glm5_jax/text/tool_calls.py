@@ -177,7 +177,7 @@ class ReplyParser:
         self._stopped_by = self._stopped_by or self._maybe_stopped_by
         if self._call is not None:
             self._call.fail("the call has no </tool_call>")
-            self._end_call(is_closed=False)
+            self._end_call(self._call, is_closed=False)
         return self._take()
 
     def close(self) -> Reply:
@@ -229,7 +229,7 @@ class ReplyParser:
                 self._stopped_by = name
         elif self._call is not None:
             if name == CALL_END and self._call.can_end:
-                self._end_call(is_closed=True)
+                self._end_call(self._call, is_closed=True)
             else:
                 self._call.marker(name)
         elif self._state == "reasoning" and name == "</think>":
@@ -245,6 +245,7 @@ class ReplyParser:
         """Turns a marker that might have ended the turn into text of its value, because more text follows."""
         name, self._maybe_stopped_by = self._maybe_stopped_by, None
         if name is not None:
+            assert self._call is not None, "the marker was within a value"
             self._call.marker(name)
 
     def _plain(self, text: str) -> None:
@@ -266,8 +267,8 @@ class ReplyParser:
         self._text[part].append(new_text)
         self._deltas.append(Delta(part, new_text))
 
-    def _end_call(self, is_closed: bool) -> None:
-        call = self._call.read(self._schemas, is_closed)
+    def _end_call(self, open_call: "_Call", is_closed: bool) -> None:
+        call = open_call.read(self._schemas, is_closed)
         self._call = None
         if not call.name:
             self._plain(call.raw_text)

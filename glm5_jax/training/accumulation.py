@@ -29,6 +29,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.vocabulary import num_parts
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel import sharding
 from glm5_jax.parallel.mesh import AXES, Region
 from glm5_jax.parallel.tree import flatten, matches_any, unflatten
@@ -74,7 +75,7 @@ def accumulate_gradients(
       mode: one of PREGATHERED.
     """
     # Gather the weights that stay gathered for the full step.
-    weights, shards = glm5.WeightGatherer(cfg, region, execution), trainable
+    weights, shards = WeightGatherer(cfg, region, execution), trainable
     execution = dataclasses.replace(execution, pregathered=PREGATHERED[mode])
 
     def gather(path, w):

@@ -1,4 +1,4 @@
-"""Configuration of a run as typed data, `StageConfig` and `ExperimentConfig`, and its `config.json`.
+"""Configuration of a stage of training as typed data, and its `config.json`.
 
 An experiment file (experiments/) builds one config per variant. The command line may set any field before
 the run starts (runtime/config_flags.py). The workdir stores the resolved values.
@@ -8,23 +8,31 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
-from glm5_jax.data.mixture import DataConfig
-from glm5_jax.parallel.mesh import BATCH_AXES, Region, check_batch
+from glm5_jax.parallel.mesh import Region, check_batch
+from glm5_jax.runtime.config_fields import unknown_variant
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.loss import TokenLoss
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.step_config import StepConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh axes. One may be -1: it gets all remaining devices."""
+    """Sizes of the mesh axes. One may be -1: it gets all remaining devices.
+
+    Attributes:
+      data: replicas of the weights, each with its own rows.
+      fsdp: shards of the weights, each with its own rows.
+      expert: shards of the routed experts, each with its own rows.
+      context: shards of the sequence.
+      tensor: shards of heads and feed-forward columns.
+    """
 
     data: int = 1
     fsdp: int = -1
@@ -34,52 +42,45 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """Sample texts that a run writes at intervals, for people to read.
-
-    chat: whether prompts are user messages, each answered with thinking and without.
-    """
-
-    prompts: tuple[str, ...] = ()
-    tokens: int = 100
-    temperature: float = 0.8
-    chat: bool = False
-
-    def __post_init__(self):
-        if not all(self.prompts):
-            raise ValueError(f"prompts is {self.prompts!r}; a prompt must not be empty")
-        if self.tokens < 1 or self.temperature < 0:
-            raise ValueError(
-                f"tokens is {self.tokens} and temperature {self.temperature}; tokens must be positive "
-                "and temperature not negative"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
     """Options that all stages of training share.
 
     The defaults are those of GLM-5's pre-training (paper Appendix A; GLM-4.5 2.4 for inherited values). The
     module of each part gives the sources of its numbers.
+
+    Attributes:
+      name: name of the run, in logs and reports.
+      model: shapes and constants of the model.
+      mesh: sizes of the mesh axes.
+      tokenizer: a tokenizer.json or its folder, or "bytes"; None: the one of this project. The model takes its end and
+        padding ids.
+      optimizer: constants of the optimiser.
+      schedule: learning rate by step.
+      step: options of a train step.
+      train: length of the run and its intervals.
+      seed: seed of new weights and of sampling.
+      checkpoint: initial weights: a workdir, one of its checkpoints/STEP or a HuggingFace folder; None: random weights.
+      requires_checkpoint: whether the stage makes no sense on random weights.
+      may_differ: patterns of weights that only the checkpoint or only the model may have: the model's are drawn, the
+        checkpoint's are dropped. ("indexer",) adds indexers to a dense model. Also patterns of model fields that may
+        differ although they change what weights compute: ("rope_theta",).
+      model_of_checkpoint: whether the model and, unless it is set, the tokenizer are those of the checkpoint. Of `model`,
+        only `lora` counts then.
     """
 
     name: str = "experiment"
     model: ModelConfig = dataclasses.field(default_factory=presets.glm5)
     mesh: MeshConfig = MeshConfig()
-    # A tokenizer.json or its folder, or "bytes"; None: the one of this project. The model takes its end and
-    # padding ids.
     tokenizer: str | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     step: StepConfig = dataclasses.field(default_factory=StepConfig)
     train: TrainConfig = TrainConfig()
     seed: int = 0
-    checkpoint: str | None = None  # initial weights: a workdir, its checkpoints/STEP, an HF folder
-    requires_checkpoint: bool = False  # whether the stage makes no sense on random weights
-    # Patterns of weights that only the checkpoint or only the model may have: the model's are drawn, the
-    # checkpoint's are dropped. ("indexer",) adds indexers to a dense model. Also patterns of model fields
-    # that may differ although they change what weights compute: ("rope_theta",).
+    checkpoint: str | None = None
+    requires_checkpoint: bool = False
     may_differ: tuple[str, ...] = ()
+    model_of_checkpoint: bool = False
 
     @property
     def steps(self) -> int:
@@ -140,49 +141,6 @@ class StageConfig:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExperimentConfig(StageConfig):
-    """Options of a run that trains on rows of text."""
-
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    batch: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
-    sample: SampleConfig = SampleConfig()
-
-    @property
-    def row_length(self) -> int:
-        return self.data.sequence_length
-
-    @property
-    def first_batch_rows(self) -> int:
-        return self.batch.start // self.row_length
-
-    def check_rows(self, region: Region) -> None:
-        length, shards = self.row_length, region.size(BATCH_AXES)
-        for name in ("start", "end", "multiple"):
-            tokens = getattr(self.batch, name)
-            if tokens % (length * shards) or tokens < length * shards:
-                raise ValueError(
-                    f"batch.{name} is {tokens} tokens; it must be a multiple of {length * shards} "
-                    f"(sequence length {length} * {shards} devices with different rows)"
-                )
-            if self.data.num_shards and tokens // length % self.data.num_shards:
-                raise ValueError(
-                    f"batch.{name} is {tokens // length} rows, which cannot be divided among data.num_shards "
-                    f"{self.data.num_shards}; use a divisor of the rows"
-                )
-        super().check_rows(region)
-
-    @property
-    def chat_variant(self) -> str | None:
-        return self.data.chat_variant
-
-    def make_stage(self, workdir, evaluator=None, previous_stage=None, **options):
-        # The module imports this one.
-        from glm5_jax.training.pretraining import Pretraining
-
-        return Pretraining(self, workdir, evaluator, previous_stage=previous_stage, **options)
-
-
 Config = TypeVar("Config")
 
 _CHANGEABLE_ON_RESUME = (
@@ -207,12 +165,25 @@ _CHANGEABLE_ON_RESUME = (
 )
 
 
-def choose(variant: str, variants: dict[str, Callable[[], Config]]) -> Config:
-    """Returns the variant's config. Raises ValueError with the list of variants if the name is unknown."""
-    if variant not in variants:
-        between = " or " if any("," in name for name in variants) else ", "
-        raise ValueError(f"unknown variant {variant!r}; use one of {between.join(variants)}")
-    return variants[variant]()
+def choose(
+    variant: str, variants: Mapping[str, Callable[..., Config]], kinds: Collection[str] = ("",)
+) -> Config:
+    """Returns the variant's config. Raises ValueError with the list of variants if the name is unknown.
+
+    Write the names as literals: launch/experiment_files.py reads them from source.
+
+    Args:
+      variant: name of the variant, SIZE or SIZE,KIND.
+      variants: function that makes the config of each SIZE.
+      kinds: names of the kinds, with which that function is called; "" stands for SIZE without a kind.
+    """
+    names = {
+        f"{size},{kind}" if kind else size: (size, kind) for size in variants for kind in kinds
+    }
+    if variant not in names:
+        raise ValueError(unknown_variant(variant, names))
+    size, kind = names[variant]
+    return variants[size](kind) if any(kinds) else variants[size]()
 
 
 def write_config(workdir, config) -> None:

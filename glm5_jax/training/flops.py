@@ -1,13 +1,14 @@
-"""Model FLOPs from shapes, and the peak FLOP/s of known devices.
+"""Computes model FLOPs per token from a config: the numerator of MFU, and the cost of a row for balancing.
 
-"Model" FLOPs are those that the mathematics needs:
+They also hold for a length or a position that no program is traced for. "Model" FLOPs are those that the mathematics
+needs, whatever program computes it (`parallel.flops` counts a program's):
 
 - Matrix multiplications count two per multiply-add.
 - The causal triangle is counted exactly.
 - The backward pass counts twice the forward, and recomputation nothing. So MFU falls when a run recomputes
   more.
-
-XLA's `cost_analysis` cannot serve here, because it counts the body of a loop once.
+- With adapters, weights are frozen and a product with one counts once in the backward pass. The adapters themselves,
+  less than a hundredth, are not counted.
 """
 
 import collections
@@ -34,7 +35,7 @@ def forward_flops(cfg: ModelConfig, t: int, mtp_steps: int = 0) -> float:
     With mtp_steps > 0, the MTP block and the head run that many more times. A packed row of shorter documents
     needs a little less.
     """
-    return _forward(cfg, functools.partial(_mean_keys, t), mtp_steps)
+    return float(_forward(cfg, functools.partial(_mean_keys, t), mtp_steps))
 
 
 def train_flops(
@@ -51,7 +52,8 @@ def train_flops(
     trained: on all visible keys while attention is dense, on the selected keys afterwards. Their target is the
     attention of the same forward.
     """
-    return _train(cfg, functools.partial(_mean_keys, t), mtp_steps, trains_trunk, trains_indexers)
+    keys = functools.partial(_mean_keys, t)
+    return float(_train(cfg, keys, mtp_steps, trains_trunk, trains_indexers))
 
 
 def token_train_flops(
@@ -91,7 +93,10 @@ def _forward(cfg: ModelConfig, keys: KeyCount, mtp_steps: int):
 def _train(
     cfg: ModelConfig, keys: KeyCount, mtp_steps: int, trains_trunk: bool, trains_indexers: bool
 ):
-    total = _forward(cfg, keys, mtp_steps) + trains_trunk * 4.0 * _trunk(cfg, keys, mtp_steps)
+    backward = 4.0 * _trunk(cfg, keys, mtp_steps)
+    if cfg.lora.rank:
+        backward -= 2.0 * _products(cfg, mtp_steps)
+    total = _forward(cfg, keys, mtp_steps) + trains_trunk * backward
     if not trains_indexers:
         return total
     if cfg.attention == "sparse":
@@ -101,13 +106,18 @@ def _train(
 
 def _trunk(cfg: ModelConfig, keys: KeyCount, mtp_steps: int):
     """Returns the multiply-adds per token of everything except the indexers."""
+    attended = sum(n * keys(max_keys) for max_keys, n in _per_key(cfg, mtp_steps).items())
+    return _products(cfg, mtp_steps) + attended
+
+
+def _products(cfg: ModelConfig, mtp_steps: int) -> float:
+    """Returns the multiply-adds per token of the products with weights, without the indexers'."""
     layers = sum(
         _layer(cfg, kind, i >= cfg.first_k_dense_replace) for i, kind in enumerate(cfg.layer_kinds)
     )
     head = cfg.hidden_size * cfg.vocab_size
     mtp = _layer(cfg, "full", True) + 2 * cfg.hidden_size**2 + head
-    attended = sum(n * keys(max_keys) for max_keys, n in _per_key(cfg, mtp_steps).items())
-    return float(layers + head + mtp_steps * mtp) + attended
+    return float(layers + head + mtp_steps * mtp)
 
 
 def _indexers(cfg: ModelConfig, mtp_steps: int, keys):

@@ -9,15 +9,17 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from glm5_jax.metrics import charts
-from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.metrics import charts, html_page
+from glm5_jax.metrics.metrics_log import column, last_value, read
 from glm5_jax.training import report
 
 COLUMNS = (
     "stage", "starts from", "attention", "tokens a row", "tokens",
     "training loss", "held-out bits per byte", "loss of the indexers", "held-out reward",
 )  # fmt: skip
-SKILLS = "skills.json"  # in the workdir of the run: `rl.trainers.skill_matrix.Skills` as an object
+SKILLS = (
+    "skills.json"  # in the workdir of the run: `rl.trainers.skill_matrix.SkillMatrix` as an object
+)
 RECENT = 20  # maximum rows of metrics that a loss is averaged over
 
 
@@ -52,7 +54,7 @@ def read_stage(folder) -> StageResult:
         checkpoint=config["checkpoint"],
         attention=config["model"]["attention"],
         sequence_length=config.get("length") or config["data"]["sequence_length"],
-        tokens=(column(rows, "tokens")[1] or [0])[-1],
+        tokens=last_value(rows, "tokens") or 0,
         loss=_ends(column(rows, "loss/ce")[1]),
         held_out=_first_and_last(rows, report.HELD_OUT),
         indexer=_ends(column(rows, "loss/indexer")[1]),
@@ -64,23 +66,13 @@ def write_page(workdir, stages: Sequence[pathlib.Path]) -> pathlib.Path:
     """Writes `report/index.html` of a workdir whose stages have folders in it; returns its path."""
     workdir = pathlib.Path(workdir)
     results = [read_stage(folder) for folder in stages]
-    title = html.escape(workdir.resolve().name)
     line = " \N{RIGHTWARDS ARROW} ".join(stage.name for stage in results)
-    body = [
-        f"<header><h1>{title}</h1><p>{html.escape(line)}</p></header>",
-        _table(results, workdir, stages),
-        _skills(workdir),
-        f'<section class="charts">{"".join(_charts(stages))}</section>',
-    ]
-    path = workdir / report.PAGE
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(report.page(title, body))
-    return path
+    parts = [_table(results, stages), _skills(workdir), html_page.chart_section(_charts(stages))]
+    return html_page.write(workdir / report.PAGE, workdir.resolve().name, line, parts)
 
 
-def _table(results: list[StageResult], workdir: pathlib.Path, folders) -> str:
-    head = "".join(f"<td>{name}</td>" for name in COLUMNS)
-    rows = []
+def _table(results: list[StageResult], folders: Sequence[pathlib.Path]) -> str:
+    rows: list[Sequence[str]] = [COLUMNS]
     for stage, folder in zip(results, folders):
         link = pathlib.Path("..") / folder.name / report.PAGE
         start = (
@@ -94,8 +86,8 @@ def _table(results: list[StageResult], workdir: pathlib.Path, folders) -> str:
             f"{stage.tokens:,}",
             *(_change(pair) for pair in (stage.loss, stage.held_out, stage.indexer, stage.reward)),
         )
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f"<section><h2>Stages</h2><table><tr>{head}</tr>{''.join(rows)}</table></section>"
+        rows.append(cells)
+    return html_page.section("Stages", html_page.table(rows))
 
 
 def _skills(workdir: pathlib.Path) -> str:
@@ -110,20 +102,14 @@ def _skills(workdir: pathlib.Path) -> str:
         [name, *(f"{rewards[s]:.3f}" for s in stages)]
         for name, rewards in skills["rewards"].items()
     ]
-    table = _rows(lines)
     samples = "".join(
-        f"<details><summary>{html.escape(name)}: {html.escape(sample['asked'])}</summary><table>"
-        f"{_rows([[stage, sample[stage]] for stage in stages])}</table></details>"
+        html_page.details(
+            f"{name}: {sample['prompt']}",
+            html_page.text_table((stage, sample[stage]) for stage in stages),
+        )
         for name, sample in skills["samples"].items()
     )
-    return f"<section><h2>Skills</h2><table>{table}</table>{samples}</section>"
-
-
-def _rows(lines: list[list[str]]) -> str:
-    return "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
-        for line in lines
-    )
+    return html_page.section("Skills", html_page.text_table(lines) + samples)
 
 
 def _change(pair) -> str:
@@ -155,7 +141,7 @@ def _charts(folders):
             seen += max(tokens.values(), default=0)
         if any(y for _, _, y in series):
             drawing = charts.line_chart(series, x_label="tokens", y_label=label, smooth=smooth)
-            yield f"<figure>{drawing}</figure>"
+            yield html_page.figure(drawing)
 
 
 def _first_and_last(rows, name: str) -> tuple[float | None, float | None]:

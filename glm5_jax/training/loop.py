@@ -20,18 +20,30 @@ class TrainConfig:
     """Length of a run and its intervals, in steps. An interval of 0 means never.
 
     Saves, evaluations and samples also happen at the last step.
+
+    Attributes:
+      steps: last step of the run; None: total_steps of the learning-rate schedule.
+      log_interval: steps between two lines of metrics.
+      eval_interval: steps between two evaluations.
+      sample_interval: steps between two sets of sample texts.
+      save_interval: steps between two checkpoints.
+      keep: number of checkpoints that are kept.
+      eval_batches: batches of an evaluation.
+      baseline_tokens: maximum tokens of training text that the n-gram baselines count.
+      max_skipped: maximum number of steps without an update because of NaN or Inf, in total.
+      max_consecutive_skipped: maximum number of such steps in a row.
     """
 
-    steps: int | None = None  # None: total_steps of the learning-rate schedule
+    steps: int | None = None
     log_interval: int = 1
     eval_interval: int = 100
     sample_interval: int = 100
     save_interval: int = 100
-    keep: int = 2  # number of checkpoints
+    keep: int = 2
     eval_batches: int = 8
-    baseline_tokens: int = 2**24  # maximum tokens of training text that the n-gram baselines count
-    max_skipped: int = 100  # steps without an update because of NaN or Inf, in total ...
-    max_consecutive_skipped: int = 10  # ... and in a row
+    baseline_tokens: int = 2**24
+    max_skipped: int = 100
+    max_consecutive_skipped: int = 10
 
     def __post_init__(self):
         positive = ("steps", "log_interval", "keep", "eval_batches", "baseline_tokens")
@@ -104,15 +116,15 @@ def train(
             recorder.add(done, tokens, metrics)
             stopping = multihost.any_process(stop)  # so that all processes save the same step
             last = done == steps
-            evaluating = evaluate and (last or _is_due(done, config.eval_interval))
-            sampling = sample and (last or _is_due(done, config.sample_interval))
+            evaluating = last or _is_due(done, config.eval_interval)
+            sampling = last or _is_due(done, config.sample_interval)
             saving = last or stopping or _is_due(done, config.save_interval)
-            if not (evaluating or sampling or saving):
+            if not ((evaluate and evaluating) or (sample and sampling) or saving):
                 continue
             recorder.settle()
-            if evaluating:
+            if evaluate and evaluating:
                 recorder.note(done, evaluate(state, done))
-            if sampling:
+            if sample and sampling:
                 recorder.print(sample(state, done))
             if saving:
                 recorder.flush()  # a checkpoint's rows are on disk before the checkpoint is
@@ -140,7 +152,8 @@ def _is_due(done: int, interval: int) -> bool:
 
 def _next(loader, batch_size: int, step: int) -> dict:
     """Returns this host's part of a batch. Raises TrainingStopped on all hosts if one cannot read its part."""
-    batch = problem = None
+    batch: dict = {}
+    problem = None
     try:
         batch = loader.next(batch_size)
     except ValueError as error:

@@ -13,10 +13,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model import glm5
+from glm5_jax.model.decoder import Trunk, trunk
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.layer_output import LayerStats, reduce_stats
 from glm5_jax.model.mtp import mtp_step
 from glm5_jax.model.vocabulary import cross_entropy, embed
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import AXES, Region
 
 
@@ -127,7 +129,7 @@ def _weights(streams) -> dict[str, jax.Array]:
 
 def _sampled(weights):
     """Returns 1 for tokens with any of these weights, else 0."""
-    any_weight = sum(jnp.abs(weight) for weight in weights.values())
+    any_weight = jnp.asarray(sum(jnp.abs(weight) for weight in weights.values()))
     return (any_weight > 0).astype(any_weight.dtype)
 
 
@@ -183,13 +185,13 @@ def local_objective(
       index_factor: weight of the indexers' loss; 0: it is not computed.
       index_target: as in `StepConfig`.
     """
-    weights = glm5.WeightGatherer(cfg, region, execution)
+    weights = WeightGatherer(cfg, region, execution)
     tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
     # Trunk.
     index_weight = None
     if index_factor:
         index_weight = (segments != 0) / totals.queries
-    out = glm5.trunk(
+    out = trunk(
         params,
         tokens,
         positions,
@@ -201,30 +203,10 @@ def local_objective(
         index_weight=index_weight,
         index_target=index_target,
     )
-    # Steps of the MTP layer.
-    hiddens, stats = out.hidden[None], out.stats
     mtp_steps = shifted.targets.shape[0] - 1
+    hiddens, stats = out.hidden[None], out.stats
     if mtp_steps:
-
-        def step(hidden, embedded):
-            w = weights("mtp", params["mtp"])
-            hidden, _, stats = mtp_step(w, hidden, embedded, None, out.context)
-            return hidden, (hidden, stats)
-
-        # One lookup for all steps: the table is gathered once, and its gradient reduced once.
-        embedded = embed(params, weights, shifted.targets[:-1], execution.vocab_block)
-        _, (more, mtp_stats) = lax.scan(execution.checkpoint(step), out.hidden, embedded)
-        hiddens = jnp.concatenate([hiddens, more])
-        # The MTP block counts as one more layer: loads of its runs are summed, their losses averaged.
-        index_loss = None
-        if index_weight is not None:
-            index_loss = _append(stats.index_loss, mtp_stats.index_loss.mean())
-        stats = glm5.LayerStats(
-            max_logit=jnp.append(stats.max_logit, mtp_stats.max_logit.max()),
-            load=_append(stats.load, mtp_stats.load.sum(0)),
-            balance=_append(stats.balance, mtp_stats.balance.mean()),
-            index_loss=index_loss,
-        )
+        hiddens, stats = _run_mtp(params, weights, out, shifted.targets, execution)
     # Cross-entropy of all heads.
     if token_loss is not None:
         hiddens = hiddens / token_loss.temperature
@@ -255,8 +237,8 @@ def local_objective(
         objective += sum(
             token_loss.coefficients[name] * value for name, value in token_parts.items()
         )
-    reduced = glm5.reduce_stats(stats, region)
-    if index_weight is not None:
+    reduced = reduce_stats(stats, region)
+    if reduced.index_loss is not None:
         objective += index_factor * jnp.sum(reduced.index_loss)
     return objective, LossParts(
         ce=ce,
@@ -268,6 +250,40 @@ def local_objective(
         index_loss=reduced.index_loss,
         parts=token_parts,
         stats=token_stats,
+    )
+
+
+def _run_mtp(
+    params: PyTree,
+    weights: WeightGatherer,
+    out: Trunk,
+    targets: Int[Array, "1+k b t"],
+    execution: ExecutionConfig,
+) -> tuple[Float[Array, "1+k b t d"], LayerStats]:
+    """Runs the MTP layer for k steps. Their inputs are all targets but the last.
+
+    Returns the hidden states of trunk and steps, and their statistics. The MTP block counts as one more layer: loads
+    of its runs are summed, their losses averaged.
+    """
+
+    def step(hidden, embedded):
+        w = weights("mtp", params["mtp"])
+        hidden, _, stats = mtp_step(w, hidden, embedded, None, out.context)
+        return hidden, (hidden, stats)
+
+    first = out.hidden[None]
+    # One lookup for all steps: the table is gathered once, and its gradient reduced once.
+    embedded = embed(params, weights, targets[:-1], execution.vocab_block)
+    _, (later, mtp_stats) = lax.scan(execution.checkpoint(step), out.hidden, embedded)
+    hiddens = jnp.concatenate([first, later])
+    stats, index_loss = out.stats, None
+    if mtp_stats.index_loss is not None:
+        index_loss = _append(stats.index_loss, mtp_stats.index_loss.mean())
+    return hiddens, LayerStats(
+        max_logit=jnp.append(stats.max_logit, mtp_stats.max_logit.max()),
+        load=_append(stats.load, mtp_stats.load.sum(0)),
+        balance=_append(stats.balance, mtp_stats.balance.mean()),
+        index_loss=index_loss,
     )
 
 
@@ -284,15 +300,15 @@ def local_logp(
 ) -> Float[Array, "b t"]:
     """Returns the log-probs of targets under logits / temperature, for this device's shard, in `accum_dtype`."""
     tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
-    hidden = glm5.trunk(params, tokens, positions, segments, None, cfg, execution, region).hidden
-    weights = glm5.WeightGatherer(cfg, region, execution)
+    hidden = trunk(params, tokens, positions, segments, None, cfg, execution, region).hidden
+    weights = WeightGatherer(cfg, region, execution)
     return target_logp(params, weights, hidden, targets, temperature, chunk, execution)
 
 
 @jax.named_scope("head")
 def target_logp(
     params: PyTree,
-    weights: glm5.WeightGatherer,
+    weights: WeightGatherer,
     hidden: Float[Array, "b t d"],
     targets: Int[Array, "b t"],
     temperature: float,

@@ -8,6 +8,8 @@ The first matching pattern of a table gives every weight a group:
     indexer  the lightning indexers, AdamW as well
     frozen   the router's balancing bias (a buffer), and the patterns of `OptimizerConfig.frozen`
 
+With adapters (`model.lora`), these and a score head are in adamw, and all other weights are frozen.
+
 - Each AdamW group is clipped by its global norm. The indexer's loss, which sends the trunk no gradient, thus
   does not affect the trunk through clipping either.
 - Muon needs no clipping: its update does not depend on the gradient's length.
@@ -23,6 +25,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
+from glm5_jax.model import lora
 from glm5_jax.parallel import tree
 from glm5_jax.training.muon import scale_by_muon
 
@@ -44,30 +47,46 @@ GROUPS = (
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
-    """Constants of the optimiser. The learning rate, one for all groups, is a `ScheduleConfig`."""
+    """Constants of the optimiser. The learning rate, one for all groups, is a `ScheduleConfig`.
 
-    matrices: str = "muon"  # GLM-4.5 2.4; "adamw": no Muon, for comparison
-    # GLM-4.5 2.4 uses Muon except for "word embedding, bias, and weights for RMSNorm". Read literally that
-    # means "muon". Public Muon, and the models that it names, use AdamW for the head.
+    Attributes:
+      matrices: optimiser of the matrices, "muon" (GLM-4.5 2.4), or "adamw" for comparison.
+      lm_head: optimiser of the head, "adamw" or "muon". GLM-4.5 2.4 uses Muon except for "word embedding, bias, and
+        weights for RMSNorm", which read literally means "muon". Public Muon, and the models that it names, use AdamW.
+      muon_momentum: Muon's momentum (GLM-4.5 2.4).
+      muon_nesterov: whether the momentum is Nesterov's. Not printed; as public Muon.
+      muon_rms: RMS of Muon's update before the learning rate (GLM-4.5 2.4).
+      split: blocks that Muon orthogonalises: "head" for Muon Split (GLM-5 2.1), "whole" for one per up-projection.
+      ns_coefficients: coefficients of the Newton-Schulz iteration, those of public Muon.
+      ns_steps: steps of the Newton-Schulz iteration (GLM-4.5 2.4).
+      ns_dtype: dtype of the iteration. "bfloat16" as public Muon has half the exchange and the fast matrix units, for
+        singular values that move by 1.5%. Use "float32" where runs on different meshes are compared.
+      ns_blocks: "owned" for zero-redundant Muon (GLM-5 2.4): a device gathers the blocks that it owns and iterates only
+        on them. "everywhere": on all blocks of which it has a part, for comparison.
+      weight_decay: weight decay of matrices of every group, not of norms and biases (GLM-4.5 2.4).
+      adam_b1: AdamW's decay of the first moment. AdamW is not printed; the values are usual for large language models.
+      adam_b2: AdamW's decay of the second moment.
+      adam_eps: AdamW's epsilon.
+      clip_norm: maximum global norm of the gradient of each AdamW group. Not printed.
+      frozen: patterns of weights that are not trained, such as ("indexer/",).
+    """
+
+    matrices: str = "muon"
     lm_head: str = "adamw"
-    muon_momentum: float = 0.95  # GLM-4.5 2.4
-    muon_nesterov: bool = True  # not printed; as public Muon
-    muon_rms: float = 0.2  # RMS of an update before the learning rate, GLM-4.5 2.4
-    split: str = "head"  # Muon Split, GLM-5 2.1; "whole": one block per up-projection
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)  # public Muon
-    ns_steps: int = 5  # GLM-4.5 2.4
-    # As public Muon: half the exchange and the fast matrix units, for singular values that move by
-    # 1.5%. Use "float32" where runs on different meshes are compared.
+    muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_rms: float = 0.2
+    split: str = "head"
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    ns_steps: int = 5
     ns_dtype: str = "bfloat16"
-    # "owned" is GLM-5 2.4, zero-redundant Muon: a device gathers the blocks that it owns and iterates only
-    # on them. "everywhere": on all blocks of which it has a part, for comparison.
     ns_blocks: str = "owned"
-    weight_decay: float = 0.1  # GLM-4.5 2.4; on matrices of every group, not on norms and biases
-    adam_b1: float = 0.9  # AdamW is not printed; the usual values of large language models
+    weight_decay: float = 0.1
+    adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_eps: float = 1e-8
-    clip_norm: float = 1.0  # of each AdamW group; not printed
-    frozen: tuple[str, ...] = ()  # patterns of weights that are not trained, e.g. ("indexer/",)
+    clip_norm: float = 1.0
+    frozen: tuple[str, ...] = ()
 
 
 def groups_of(config: OptimizerConfig, letters: PyTree) -> PyTree:
@@ -76,6 +95,7 @@ def groups_of(config: OptimizerConfig, letters: PyTree) -> PyTree:
     Raises ValueError if no pattern covers a weight, or if a frozen pattern matches nothing or is invalid.
     """
     paths = tree.flatten(letters)
+    has_adapters = any(lora.is_adapter(path) for path in paths)
     for pattern in config.frozen:
         try:
             has_match = any(re.search(pattern, path) for path in paths)
@@ -83,8 +103,14 @@ def groups_of(config: OptimizerConfig, letters: PyTree) -> PyTree:
             raise ValueError(
                 f"frozen pattern {pattern!r} is no regular expression: {error}"
             ) from None
-        if not has_match:
+        # Next to adapters every weight is frozen, whether or not a model has those that a stage names.
+        if not has_match and not has_adapters:
             raise ValueError(f"frozen pattern {pattern!r} matches no weight; paths: {list(paths)}")
+    if has_adapters:
+        adapters = [(lora.ADAPTER, "adamw"), (r"^score/weight$", "adamw"), ("", "frozen")]
+        return tree.first_match(
+            [(pattern, "frozen") for pattern in config.frozen] + adapters, letters
+        )
     named = {"lm_head": config.lm_head}
     table = [(pattern, named.get(group, group)) for pattern, group in GROUPS]
     table = [(pattern, config.matrices if group == "muon" else group) for pattern, group in table]

@@ -7,14 +7,88 @@ import jax
 import numpy as np
 
 from glm5_jax.data.loader import Batch, Loader
+from glm5_jax.data.mixture import DataConfig
 from glm5_jax.model.generate import generate
+from glm5_jax.parallel.mesh import BATCH_AXES, Region
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report
-from glm5_jax.training.experiment import ExperimentConfig
-from glm5_jax.training.schedule import batch_tokens
+from glm5_jax.training.experiment import StageConfig
+from glm5_jax.training.schedule import BatchRampConfig, batch_tokens
 from glm5_jax.training.stages import SAMPLES, Evaluator, Stage
 from glm5_jax.training.step import Step, make_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Sample texts that a run writes at intervals, for people to read.
+
+    Attributes:
+      prompts: texts to continue; empty: no samples.
+      tokens: maximum tokens of a sample.
+      temperature: sampling temperature; 0: always the likeliest token.
+      chat: whether prompts are user messages, each answered with thinking and without.
+    """
+
+    prompts: tuple[str, ...] = ()
+    tokens: int = 100
+    temperature: float = 0.8
+    chat: bool = False
+
+    def __post_init__(self):
+        if not all(self.prompts):
+            raise ValueError(f"prompts is {self.prompts!r}; a prompt must not be empty")
+        if self.tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"tokens is {self.tokens} and temperature {self.temperature}; tokens must be positive "
+                "and temperature not negative"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperimentConfig(StageConfig):
+    """Options of a run that trains on rows of text.
+
+    Attributes:
+      data: mixture of texts and its rows.
+      batch: tokens per batch.
+      sample: sample texts.
+    """
+
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    batch: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
+    sample: SampleConfig = SampleConfig()
+
+    @property
+    def row_length(self) -> int:
+        return self.data.sequence_length
+
+    @property
+    def first_batch_rows(self) -> int:
+        return self.batch.start // self.row_length
+
+    def check_rows(self, region: Region) -> None:
+        length, shards = self.row_length, region.size(BATCH_AXES)
+        for name in ("start", "end", "multiple"):
+            tokens = getattr(self.batch, name)
+            if tokens % (length * shards) or tokens < length * shards:
+                raise ValueError(
+                    f"batch.{name} is {tokens} tokens; it must be a multiple of {length * shards} "
+                    f"(sequence length {length} * {shards} devices with different rows)"
+                )
+            if self.data.num_shards and tokens // length % self.data.num_shards:
+                raise ValueError(
+                    f"batch.{name} is {tokens // length} rows, which cannot be divided among data.num_shards "
+                    f"{self.data.num_shards}; use a divisor of the rows"
+                )
+        super().check_rows(region)
+
+    @property
+    def chat_variant(self) -> str | None:
+        return self.data.chat_variant
+
+    def make_stage(self, workdir, evaluator=None, previous_stage=None, **options):
+        return Pretraining(self, workdir, evaluator, previous_stage=previous_stage, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +108,7 @@ class Setting:
     evaluate: Callable
 
 
-class Pretraining(Stage):
+class Pretraining(Stage[ExperimentConfig]):
     """Next-token training of a model on a mixture of texts.
 
     evaluator: evaluator(setting) returns the evaluator that runs at intervals. The other arguments are those of

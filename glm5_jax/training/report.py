@@ -5,15 +5,17 @@ them again at any time.
 """
 
 import dataclasses
+import functools
 import html
 import json
 import pathlib
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 
-from glm5_jax.metrics import charts
-from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.metrics import charts, html_page
+from glm5_jax.metrics.metrics_log import column, last_value, read
 from glm5_jax.runtime.utilization import read_utilization
 
 PAGE = pathlib.Path("report") / "index.html"
@@ -73,15 +75,15 @@ def summarise(workdir) -> Summary:
     return Summary(
         workdir=workdir,
         step=max((row["step"] for row in rows), default=0),
-        tokens=(column(rows, "tokens")[1] or [0])[-1],
+        tokens=last_value(rows, "tokens") or 0,
         loss=statistics.fmean(losses[-20:]) if losses else None,
-        bits_per_byte=(column(rows, HELD_OUT)[1] or [None])[-1],
+        bits_per_byte=last_value(rows, HELD_OUT),
         baselines=_baselines(rows),
-        baseline_tokens=(column(rows, BASELINE_TOKENS)[1] or [None])[-1],
+        baseline_tokens=last_value(rows, BASELINE_TOKENS),
         tokens_per_second=statistics.median(rates) if rates else None,
         mfu=statistics.median(mfu) if mfu else None,
         reward=statistics.fmean(rewards[-20:]) if rewards else None,
-        held_out_reward=(column(rows, HELD_OUT_REWARD)[1] or [None])[-1],
+        held_out_reward=last_value(rows, HELD_OUT_REWARD),
     )
 
 
@@ -90,25 +92,16 @@ def write_page(workdir) -> pathlib.Path:
     workdir = pathlib.Path(workdir)
     summary, rows = summarise(workdir), read(workdir)
     config = json.loads((workdir / "config.json").read_text())
-    title = html.escape(config.get("name", workdir.name))
     model = config.get("model", {})
-    body = [
-        f"<header><h1>{title}</h1><p>{html.escape(_model_line(model))}</p></header>",
+    parts = [
         _tiles(summary),
-        f'<section class="charts">{"".join(_charts(rows, model))}</section>',
+        html_page.chart_section(_charts(rows, model)),
         _programs(workdir),
         _sample_section(_samples(workdir)),
         _config_section(config),
     ]
-    path = workdir / PAGE
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(page(title, [part for part in body if part]))
-    return path
-
-
-def page(title: str, body: list[str]) -> str:
-    """Returns a self-contained page, light and dark. title is escaped text, body a list of sections in HTML."""
-    return _PAGE.replace("{title}", title).replace("{body}", "\n".join(body))
+    name = config.get("name", workdir.name)
+    return html_page.write(workdir / PAGE, name, _model_line(model), parts)
 
 
 def _baselines(rows: list[dict]) -> dict[str, float]:
@@ -161,70 +154,73 @@ def _tiles(summary: Summary) -> str:
 
 def _charts(rows: list[dict], model: dict):
     """Yields a figure for every group of metrics that the run has recorded."""
-
-    def series(prefix, without=()):
-        names = dict.fromkeys(k for row in rows for k in row if k.startswith(prefix))
-        columns = ((k.removeprefix(prefix), *column(rows, k)) for k in names if k not in without)
-        return [s for s in columns if s[1] and not isinstance(s[2][-1], list)]
-
-    def figure(drawing, note=""):
-        caption = f"<figcaption>{note}</figcaption>" if note else ""
-        return f"<figure>{drawing}{caption}</figure>"
-
+    series = functools.partial(_series, rows)
     if held_out := column(rows, HELD_OUT)[0]:
-        name = "Held-out bits per byte"
-        drawing = charts.line_chart(
+        counted = last_value(rows, BASELINE_TOKENS)
+        text = f"{counted:,} tokens of the training text" if counted else "the training text"
+        yield _lines(
             [("model", held_out, column(rows, HELD_OUT)[1])],
-            y_label=name,
+            "Held-out bits per byte",
+            f"Dashed: n-gram baselines that count {text}.",
             levels=tuple(_baselines(rows).items()),
         )
-        counted = column(rows, BASELINE_TOKENS)[1]
-        text = f"{counted[-1]:,} tokens of the training text" if counted else "the training text"
-        yield figure(drawing, f"Dashed: n-gram baselines that count {text}.")
     if column(rows, REWARD)[0]:
-        yield from _reward_charts(series, figure)
+        yield from _reward_charts(rows)
     if losses := series("loss/"):
         main = [s for s in losses if s[0] in ("ce", "mtp")] or losses
-        yield figure(charts.line_chart(main, y_label="Training loss, nats per token", smooth=True))
+        yield _lines(main, "Training loss, nats per token", smooth=True)
     if rates := series("learning_rate"):
-        yield figure(charts.line_chart(rates, y_label="Learning rate"))
+        yield _lines(rates, "Learning rate")
     if norms := series("grad_norm/"):
-        yield figure(charts.line_chart(norms, y_label="Gradient norm", log=True, smooth=True))
+        yield _lines(norms, "Gradient norm", log=True, smooth=True)
     router, logits, index = "router/load_imbalance", "max_logit", "index_loss"
     if column(rows, index)[0]:
         names = _layer_names(model, 0)
         drawing = _layers(*column(rows, index), "Loss of the indexers, nats", names)
-        yield figure(
+        yield html_page.figure(
             drawing, "KL divergence of an indexer's softmax from the attention's probabilities."
         )
     if column(rows, router)[0]:
         names = _layer_names(model, model.get("first_k_dense_replace", 0))
         drawing = _layers(*column(rows, router), "Largest expert load", names)
-        yield figure(drawing, "The busiest expert's tokens over the mean; 1 is perfect balance.")
+        yield html_page.figure(
+            drawing, "The busiest expert's tokens over the mean; 1 is perfect balance."
+        )
     if column(rows, logits)[0]:
         names = _layer_names(model, 0)
-        yield figure(_layers(*column(rows, logits), "Largest attention logit", names))
+        yield html_page.figure(_layers(*column(rows, logits), "Largest attention logit", names))
     extra = [s for s in losses if s[0] in ("balance", "z") and any(s[2])]
     if extra:
-        yield figure(charts.line_chart(extra, y_label="Auxiliary losses", smooth=True))
+        yield _lines(extra, "Auxiliary losses", smooth=True)
     if speed := column(rows, "speed/tokens_per_second")[0]:
         values = column(rows, "speed/tokens_per_second")[1]
-        yield figure(
-            charts.line_chart([("", speed, values)], y_label="Tokens per second", smooth=True)
-        )
+        yield _lines([("", speed, values)], "Tokens per second", smooth=True)
 
 
-def _reward_charts(series, figure):
+def _series(rows: list[dict], prefix: str, without: Sequence[str] = ()) -> list[charts.Series]:
+    """Returns (name, steps, values) of the metrics whose names begin with a prefix, without lists per layer."""
+    names = dict.fromkeys(k for row in rows for k in row if k.startswith(prefix))
+    columns = ((k.removeprefix(prefix), *column(rows, k)) for k in names if k not in without)
+    return [s for s in columns if s[1] and not isinstance(s[2][-1], list)]
+
+
+def _lines(series: list[charts.Series], label: str, note: str = "", **options) -> str:
+    """Returns a figure with a line chart. options: as of `charts.line_chart`."""
+    return html_page.figure(charts.line_chart(series, y_label=label, **options), note)
+
+
+def _reward_charts(rows: list[dict]):
+    series = functools.partial(_series, rows)
     if held_out := series("held_out/"):
-        yield figure(charts.line_chart(held_out, y_label="Reward on held-out tasks"))
+        yield _lines(held_out, "Reward on held-out tasks")
     rewards = series("reward/", without=(REWARD,))
-    yield figure(charts.line_chart(rewards, y_label="Reward", smooth=True))
+    yield _lines(rewards, "Reward", smooth=True)
     if parts := series("reward_part/"):
-        yield figure(charts.line_chart(parts, y_label="Parts of the reward", smooth=True))
+        yield _lines(parts, "Parts of the reward", smooth=True)
     policy = {name: (steps, values) for name, steps, values in series("policy/")}
-    if "below" in policy and "above" in policy:
-        steps, below = policy["below"]
-        policy["masked"] = steps, [a + b for a, b in zip(below, policy["above"][1])]
+    if "clip_frac_low" in policy and "clip_frac_high" in policy:
+        steps, below = policy["clip_frac_low"]
+        policy["masked"] = steps, [a + b for a, b in zip(below, policy["clip_frac_high"][1])]
         policy["inside"] = steps, [1 - masked for masked in policy["masked"][1]]
     for label, names, note in (
         (
@@ -234,12 +230,12 @@ def _reward_charts(series, figure):
         ),
         (
             "Difference of log-probs, nats",
-            ("mismatch", "mismatch_kl"),
+            ("abs_logratio", "mismatch_kl"),
             "Engine against learner: mean absolute difference, and an estimate of the KL divergence.",
         ),
         (
             "Share of tokens masked",
-            ("below", "above", "masked"),
+            ("clip_frac_low", "clip_frac_high", "masked"),
             "Tokens outside the window of the importance ratio: on either side, and in total.",
         ),
         ("Share of tokens trained on", ("inside",), "Tokens inside the window of the ratio."),
@@ -251,24 +247,24 @@ def _reward_charts(series, figure):
     ):
         lines = [(name, *policy[name]) for name in names if name in policy]
         if lines:
-            yield figure(charts.line_chart(lines, y_label=label, smooth=True), note)
-    if equal := [s for s in series("agreement/") if s[0] in ("keys", "experts")]:
-        drawing = charts.line_chart(equal, y_label="Equal choices, share")
-        yield figure(drawing, "Engine against learner, on the same tokens and over all layers.")
+            yield _lines(lines, label, note, smooth=True)
+    if rates := [s for s in series("mismatch/") if s[0].endswith("_match_rate")]:
+        note = "Engine against learner, on the same tokens and over all layers."
+        yield _lines(rates, "Equal choices, share", note)
     if tasks := series("share/"):
-        yield figure(charts.line_chart(tasks, y_label="Tasks, shares of attempts", smooth=True))
+        yield _lines(tasks, "Tasks, shares of attempts", smooth=True)
     rollout = series("rollout/")
     for name in ("tokens", "seconds"):
         if lines := [s for s in rollout if s[0] == name]:
             label = f"{name.capitalize()} per attempt"
-            yield figure(charts.line_chart(lines, y_label=label, smooth=True))
+            yield _lines(lines, label, smooth=True)
     if shares := [s for s in rollout if s[0] not in ("tokens", "seconds")]:
-        yield figure(charts.line_chart(shares, y_label="Attempts and groups, shares", smooth=True))
+        yield _lines(shares, "Attempts and groups, shares", smooth=True)
     if dropped := series("dropped/"):
-        drawing = charts.line_chart(dropped, y_label="Groups dropped per batch", smooth=True)
-        yield figure(drawing, "By the reason why they are not trained on.")
+        note = "By the reason why they are not trained on."
+        yield _lines(dropped, "Groups dropped per batch", note, smooth=True)
     if seconds := series("seconds/"):
-        yield figure(charts.line_chart(seconds, y_label="Seconds per step", smooth=True))
+        yield _lines(seconds, "Seconds per step", smooth=True)
 
 
 def _programs(workdir: pathlib.Path) -> str:
@@ -284,16 +280,14 @@ def _programs(workdir: pathlib.Path) -> str:
     title = "Busy intervals of each program"
     size = 11.2, 0.9 + 0.3 * len(spans)
     drawing = charts.span_chart(spans, x_label="minutes", y_label=title, size=size)
+    head = ("program", "process", "seconds", "busy", "idle", "cores")
     lines = (
-        (html.escape(life.name), life.pid, f"{life.end - life.begin:.0f}", f"{life.busy:.0%}")
+        (life.name, str(life.pid), f"{life.end - life.begin:.0f}", f"{life.busy:.0%}")
         + (f"{1 - life.busy:.0%}", f"{life.cpu:.2f}")
         for life in lives
     )
-    head = ("program", "process", "seconds", "busy", "idle", "cores")
-    table = "".join(
-        "<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in (head, *lines)
-    )
-    return f"<section><h2>Programs</h2><figure>{drawing}</figure><table>{table}</table></section>"
+    table = html_page.text_table([head, *lines])
+    return html_page.section("Programs", html_page.figure(drawing) + table)
 
 
 def _layer_names(model: dict, first: int) -> list[str]:
@@ -317,21 +311,18 @@ def _layers(steps, values, label, names) -> str:
 def _sample_section(samples: list[tuple[int, str]]) -> str:
     if not samples:
         return ""
-    items = [
-        f"<details{' open' if i == 0 else ''}><summary>step {step:,}</summary>"
-        f"<pre>{html.escape(text)}</pre></details>"
-        for i, (step, text) in enumerate(reversed(samples))
-    ]
-    return f"<section><h2>Samples</h2>{''.join(items)}</section>"
+    newest = samples[-1][0]
+    items = (
+        html_page.details(f"step {step:,}", f"<pre>{html.escape(text)}</pre>", step == newest)
+        for step, text in reversed(samples)
+    )
+    return html_page.section("Samples", "".join(items))
 
 
 def _config_section(config: dict) -> str:
-    flat = list(_flat(config))
-    rows = (f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in flat)
-    return (
-        f"<section><h2>Configuration</h2><details><summary>{len(flat)} fields</summary>"
-        f"<table>{''.join(rows)}</table></details></section>"
-    )
+    fields = list(_flat(config))
+    listed = html_page.details(f"{len(fields)} fields", html_page.text_table(fields))
+    return html_page.section("Configuration", listed)
 
 
 def _flat(config: dict, path: str = ""):
@@ -340,65 +331,3 @@ def _flat(config: dict, path: str = ""):
             yield from _flat(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", json.dumps(value)
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {
-  color-scheme: light dark;
-  --page: #f6f7f9; --paper: #ffffff; --ink: #171a21; --muted: #667085; --line: #e4e7ec;
-  --series-1: #3b5bdb; --series-2: #d9480f; --series-3: #2b8a3e; --series-4: #9c36b5;
-  --series-5: #0b7285; --series-6: #a61e4d; --series-7: #846300; --series-8: #495057;
-  --series-9: #087f5b; --series-10: #5f3dc4;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #0f1115; --paper: #171a21; --ink: #eceef2; --muted: #98a2b3; --line: #2a2f3a;
-    --series-1: #91a7ff; --series-2: #ffa94d; --series-3: #69db7c; --series-4: #e599f7;
-    --series-5: #66d9e8; --series-6: #faa2c1; --series-7: #ffd43b; --series-8: #ced4da;
-    --series-9: #38d9a9; --series-10: #b197fc;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; padding: 40px 24px 64px; max-width: 1180px; background: var(--page);
-  color: var(--ink); font: 15px/1.5 Inter, system-ui, "Segoe UI", Roboto, "Helvetica Neue",
-  Arial, sans-serif; -webkit-font-smoothing: antialiased;
-}
-h1 { margin: 0; font-size: 28px; letter-spacing: -.02em; }
-h2 { margin: 40px 0 12px; font-size: 18px; letter-spacing: -.01em; }
-header p { margin: 4px 0 24px; color: var(--muted); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; }
-.tile, figure, details {
-  background: var(--paper); border: 1px solid var(--line); border-radius: 12px;
-}
-.tile { padding: 16px 18px; }
-.tile b { display: block; font-size: 26px; font-weight: 650; letter-spacing: -.02em;
-  font-variant-numeric: tabular-nums; }
-.tile span { color: var(--muted); font-size: 13px; }
-.tile.main b { color: var(--series-1); }
-.charts { display: grid; gap: 12px; margin-top: 12px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
-figure { margin: 0; padding: 16px 16px 12px; }
-figure svg { display: block; height: auto; }
-figcaption { color: var(--muted); font-size: 13px; padding: 4px 4px 0; }
-details { margin-bottom: 8px; padding: 10px 16px; }
-summary { cursor: pointer; color: var(--muted); font-variant-numeric: tabular-nums; }
-pre { margin: 10px 0 4px; white-space: pre-wrap; overflow-wrap: anywhere;
-  font: 13px/1.55 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-table { width: 100%; margin-top: 8px; border-collapse: collapse; font-size: 13px; }
-td { padding: 5px 8px; border-top: 1px solid var(--line); vertical-align: top; }
-td:first-child { color: var(--muted); white-space: nowrap; width: 1%; }
-details td:last-child { font-family: ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""

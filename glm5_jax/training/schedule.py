@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -16,13 +16,20 @@ class ScheduleConfig:
     - Mid-training is "linear" from 4e-5 to 1e-5.
     - The indexer warm-up of DSA falls from 5e-3 to 2e-4; its shape is not printed.
     - Sparse adaptation is "constant" at 1e-5.
+
+    Attributes:
+      kind: curve from peak to end: "cosine", "linear", or "constant" (end is not used).
+      peak: highest learning rate.
+      end: last learning rate.
+      warmup_steps: steps from 0 to peak. Not printed; the default is 0.5% of pre-training's steps.
+      total_steps: steps of the schedule; the default is `num_steps` of the default batch ramp and 27e12 tokens.
     """
 
-    kind: str = "cosine"  # from peak to end: "cosine", "linear", or "constant" (end is not used)
+    kind: str = "cosine"
     peak: float = 2e-4
     end: float = 4e-5
-    warmup_steps: int = 2000  # not printed; 0.5% of pre-training's steps
-    total_steps: int = 413_095  # num_steps of the default batch ramp and 27e12 tokens
+    warmup_steps: int = 2000
+    total_steps: int = 413_095
 
     def __post_init__(self):
         if self.total_steps < 1:
@@ -60,11 +67,17 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
 
 @dataclasses.dataclass(kw_only=True)
 class TwoPhaseConfig:
-    """Value that changes once, after a number of tokens."""
+    """Value that changes once, after a number of tokens.
+
+    Attributes:
+      before: value until then.
+      after: value from then on.
+      tokens: tokens seen at the change. The default is that of bias_update_rate and mtp_weight (GLM-4.5 2.4).
+    """
 
     before: float
     after: float
-    tokens: float = 15e12  # GLM-4.5 2.4, for bias_update_rate and mtp_weight
+    tokens: float = 15e12
 
 
 def bias_update_rate() -> TwoPhaseConfig:
@@ -77,7 +90,7 @@ def mtp_weight() -> TwoPhaseConfig:
     return TwoPhaseConfig(before=0.3, after=0.1)
 
 
-def value_at(config: TwoPhaseConfig, tokens_seen: Float[ArrayLike, ""]) -> Float[Array, ""]:
+def value_at(config: TwoPhaseConfig, tokens_seen: Float[Array, ""] | float) -> Float[Array, ""]:
     """Returns the value for a batch, as float32, with tokens_seen before that batch.
 
     tokens_seen may be traced. Pass it as float32, because 15e12 does not fit into an int32.
@@ -92,11 +105,17 @@ class BatchRampConfig:
     - Batches are multiples of `multiple` tokens, full rows on every device. The paper does not disclose it.
       Each size compiles another step; the default gives 4 sizes.
     - M is read as 2^20, full rows of 4096 tokens.
+
+    Attributes:
+      start: tokens of the first batch.
+      end: tokens of a batch after the ramp.
+      ramp_tokens: tokens seen at the end of the ramp; 0: `end` from the first batch on.
+      multiple: number of tokens of which every batch is a multiple.
     """
 
     start: int = 16 << 20
     end: int = 64 << 20
-    ramp_tokens: float = 500e9  # 0: `end` from the first batch on
+    ramp_tokens: float = 500e9
     multiple: int = 16 << 20
 
 

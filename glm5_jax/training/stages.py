@@ -6,16 +6,17 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from glm5_jax.checkpoint import models, store
+from glm5_jax.checkpoint.peft_adapters import check_targets, save_adapter
 from glm5_jax.data.loader import Batch
 from glm5_jax.metrics.metrics_log import MetricsLog, column, read
-from glm5_jax.model import glm5
+from glm5_jax.model import glm5, lora
 from glm5_jax.model.ablations.convert import add_missing_weights
 from glm5_jax.parallel import multihost
 from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
@@ -32,7 +33,9 @@ from glm5_jax.training.schedule import make_schedule
 from glm5_jax.training.step import Step, make_step
 from glm5_jax.training.step_flops import model_flops
 
-SAMPLES = "samples"
+SAMPLES, ADAPTER = "samples", "adapter"
+
+Config = TypeVar("Config", bound=StageConfig)
 
 
 class Evaluator(Protocol):
@@ -61,7 +64,7 @@ class BatchSource(Protocol):
     def close(self) -> None: ...
 
 
-class Stage:
+class Stage(Generic[Config]):
     """Training of a model. Subclasses define the data, and further actions between steps.
 
     Construction checks everything that a user can get wrong and raises ValueError; until then nothing is trained
@@ -75,17 +78,16 @@ class Stage:
 
     def __init__(
         self,
-        config: StageConfig,
-        workdir,
+        config: Config,
+        workdir: str | os.PathLike,
         step_maker: Callable[..., Step] = make_step,
         previous_stage: "Stage | None" = None,
     ):
         self.workdir = pathlib.Path(workdir)
         if self.workdir.exists() and not self.workdir.is_dir():
             raise ValueError(f"workdir {workdir} is a file; give a folder, or a new path")
-        self.tokenizer = (
-            Tokenizer.load(config.tokenizer) if config.tokenizer else Tokenizer.default()
-        )
+        config = _with_checkpoint_model(config, self.workdir, previous_stage)
+        self.tokenizer = _load_tokenizer(config, self.workdir, previous_stage)
         self.config = config = _with_tokenizer_ids(self.tokenizer, config)
         if config.chat_variant:
             self.tokenizer = self.tokenizer.with_chat_template(template(config.chat_variant))
@@ -105,6 +107,8 @@ class Stage:
             )
         config.model.check_length(config.row_length)
         config.check_rows(self._region)
+        if config.model.lora.rank:
+            check_targets(config.model)
         self._check()
         if self.tokenizer.vocab_size > config.model.vocab_size:
             raise ValueError(
@@ -182,7 +186,8 @@ class Stage:
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
         """Returns the evaluation of a state after a number of steps; None: no evaluation."""
-        return self._evaluator and (lambda state, _: self._evaluator(state["params"]))
+        evaluator = self._evaluator
+        return None if evaluator is None else lambda state, _: evaluator(state["params"])
 
     def _sampler(self) -> Callable[[dict, int], str] | None:
         """Returns a function that writes sample texts; None: no samples."""
@@ -205,47 +210,25 @@ class Stage:
                 checkpoints, self._step.abstract, self._initialise, self._source
             )
             done = int(state["step"])
-
-            def describe():
-                write_config(self.workdir, config)
-                self.tokenizer.save(self.workdir / "tokenizer")
-                if not done:
-                    shutil.rmtree(self.workdir / SAMPLES, ignore_errors=True)
-
-            multihost.run_on_first(describe)
+            multihost.run_on_first(lambda: self._write_inputs(is_new=not done))
             log = stack.enter_context(MetricsLog(log_dir, done))
             progress = stack.enter_context(ProgressBar(config.steps, done, stream=screen))
             progress.print(self._headline(done))
             self._begin(state)
 
-            # Baselines of the evaluator.
-            def count():
-                if not column(read(log_dir), "baseline/unigram")[0]:
-                    progress.print("counting the training text for the baselines ...")
-                    baselines = self._evaluator.baselines()
-                    log.write({"step": 0} | {f"baseline/{k}": x for k, x in baselines.items()})
-
             if self._evaluator is not None:
                 try:
-                    multihost.run_on_first(count)
+                    _log_baselines(self._evaluator, log, log_dir, progress)
                 except ValueError as error:
                     raise TrainingStopped(f"baselines: {error}; {checkpoints.last_good}") from error
             if config.step.remat == "offload" and jax.default_backend() == "cpu":
                 progress.print("remat offload: a CPU has one memory, layers' inputs stay in it")
             # Train.
             progress.print("compiling the train step ...")
-            seen_shapes = set()
-            logged_programs = set(column(read(log_dir), "program")[1])  # before this resume
+            programs = _ProgramLog(self._step, log, log_dir, progress)
 
             def update(state, batch):
-                shape = batch["token_ids"].shape
-                # A step that an ablation shares among its runs cannot be lowered.
-                if shape not in seen_shapes and hasattr(self._step.train, "lower"):
-                    seen_shapes.add(shape)
-                    name = program_hash(self._step.train.lower(state, batch))
-                    if name not in logged_programs:
-                        log.write({"step": int(state["step"]), "program": name})
-                    progress.print(f"a batch of {shape[0]} x {shape[1]}: program {name}")
+                programs.note(state, batch)
                 state, metrics = self._update(state, batch)
                 stop.unsaved = True
                 return state, metrics
@@ -260,7 +243,7 @@ class Stage:
                 flops_per_token=model_flops(config, self._step),
                 peak_flops=_peak_flops(),
             )
-            loop.train(
+            state = loop.train(
                 config.train,
                 config.steps,
                 step=update,
@@ -276,6 +259,21 @@ class Stage:
                 sample=self._sampler(),
                 stop=stop,
             )
+            if config.model.lora.rank:
+                self._save_adapter(state)
+
+    def _save_adapter(self, state: dict) -> None:
+        """Writes the adapters of a state into the workdir's `ADAPTER`, in PEFT's form, in place of older ones."""
+        folder = self.workdir / ADAPTER
+        multihost.run_on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+        save_adapter(state["params"], self.config.model, folder, base=self.config.checkpoint)
+
+    def _write_inputs(self, is_new: bool) -> None:
+        """Writes the config and the tokenizer into the workdir. is_new: whether no step has run yet."""
+        write_config(self.workdir, self.config)
+        self.tokenizer.save(self.workdir / "tokenizer")
+        if is_new:
+            shutil.rmtree(self.workdir / SAMPLES, ignore_errors=True)
 
     def _place(self, batch: Batch) -> Batch:
         """Puts a batch, of which this process holds some rows, onto the devices."""
@@ -309,7 +307,8 @@ class Stage:
         model, may_differ = self.config.model, self.config.may_differ
         if previous_stage is not None and not previous_stage.is_finished:
             wanted, trained = (
-                {"model": glm5.abstract_params(c)} for c in (model, previous_stage.config.model)
+                {"model": glm5.abstract_params(lora.without_adapters(c))}
+                for c in (model, previous_stage.config.model)
             )
             name = f"the checkpoint of {previous_stage.config.name}"
             store.check_shapes(wanted, trained, name, may_differ)
@@ -327,7 +326,89 @@ class Stage:
         )
 
 
-def _with_tokenizer_ids(tokenizer: Tokenizer, config: StageConfig) -> StageConfig:
+class _ProgramLog:
+    """Logs the hash of the step's program for each batch shape."""
+
+    def __init__(self, step: Step, log: MetricsLog, log_dir: pathlib.Path, progress: ProgressBar):
+        self._step, self._log, self._progress = step, log, progress
+        self._logged = set(column(read(log_dir), "program")[1])  # before this resume
+        self._seen_shapes = set()
+
+    def note(self, state: dict, batch: Batch) -> None:
+        """Logs and prints the program's hash if the batch has a new shape."""
+        shape, lower = batch["token_ids"].shape, getattr(self._step.train, "lower", None)
+        # A step that an ablation shares among its runs cannot be lowered.
+        if shape in self._seen_shapes or lower is None:
+            return
+        self._seen_shapes.add(shape)
+        name = program_hash(lower(state, batch))
+        if name not in self._logged:
+            self._log.write({"step": int(state["step"]), "program": name})
+        self._progress.print(f"a batch of {shape[0]} x {shape[1]}: program {name}")
+
+
+def _log_baselines(
+    evaluator: Evaluator, log: MetricsLog, log_dir: pathlib.Path, progress: ProgressBar
+) -> None:
+    """Logs the evaluator's baselines on the first process, once in the life of a workdir."""
+
+    def count():
+        if not column(read(log_dir), "baseline/unigram")[0]:
+            progress.print("counting the training text for the baselines ...")
+            baselines = evaluator.baselines()
+            log.write({"step": 0} | {f"baseline/{k}": x for k, x in baselines.items()})
+
+    multihost.run_on_first(count)
+
+
+def _model_source(
+    config: StageConfig, workdir: pathlib.Path, previous_stage: Stage | None
+) -> pathlib.Path | None:
+    """Returns the path of the model that a stage with `model_of_checkpoint` continues.
+
+    It is the workdir of a run that resumes. None: the previous stage has yet to train it.
+    """
+    if store.latest_step(workdir) is not None:
+        return workdir
+    if config.checkpoint is None:
+        raise ValueError(
+            "model_of_checkpoint is True and there is no checkpoint; give --experiment.checkpoint=PATH, or "
+            "--experiment.model_of_checkpoint=False"
+        )
+    if previous_stage is not None and not previous_stage.is_finished:
+        return None
+    return pathlib.Path(config.checkpoint)
+
+
+def _with_checkpoint_model(
+    config: Config, workdir: pathlib.Path, previous_stage: Stage | None
+) -> Config:
+    """Returns the config with the checkpoint's model, if `model_of_checkpoint` is set."""
+    if not config.model_of_checkpoint:
+        return config
+    if (source := _model_source(config, workdir, previous_stage)) is None:
+        assert previous_stage is not None, "only a previous stage has yet to train"
+        model = previous_stage.config.model
+    else:
+        model, _ = models.read_config(source)
+    return dataclasses.replace(config, model=dataclasses.replace(model, lora=config.model.lora))
+
+
+def _load_tokenizer(
+    config: StageConfig, workdir: pathlib.Path, previous_stage: Stage | None
+) -> Tokenizer:
+    """Returns the tokenizer of a config: a named one, the checkpoint's, or the project's."""
+    if config.tokenizer:
+        return Tokenizer.load(config.tokenizer)
+    if not config.model_of_checkpoint:
+        return Tokenizer.default()
+    if (source := _model_source(config, workdir, previous_stage)) is None:
+        assert previous_stage is not None, "only a previous stage has yet to train"
+        return previous_stage.tokenizer
+    return models.load_tokenizer(source)
+
+
+def _with_tokenizer_ids(tokenizer: Tokenizer, config: Config) -> Config:
     """Returns the config with the tokenizer's end and padding ids in its model."""
     ids = {"eos_token_id": tokenizer.eos_ids, "pad_token_id": tokenizer.pad_id}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **ids))

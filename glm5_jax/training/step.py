@@ -1,35 +1,26 @@
 """Train step: one pure function of (state, batch), compiled once per batch shape.
 
-`make_step` assembles it: the loss and its gradients over microbatches, the optimiser, the router biases and
-the metrics. `StepConfig` holds its options.
+A step computes the loss and its gradients over microbatches (training/gradients.py), updates the weights by the
+optimiser and the router biases by their load, discards both if a number is not finite, and returns metrics.
+`StepConfig` holds its options.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5
-from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.router import balance_bias
 from glm5_jax.parallel.tree import flatten, matches_any, unflatten
-from glm5_jax.training.accumulation import PREGATHERED
-from glm5_jax.training.gradients import (
-    Rates,
-    gradient_function,
-    loss_function,
-    score_function,
-)
-from glm5_jax.training.loss import (
-    TokenLoss,
-    shift,
-)
+from glm5_jax.training.gradients import Rates, gradient_function, loss_function, score_function
+from glm5_jax.training.loss import LossParts, TokenLoss, shift
 from glm5_jax.training.optimizer import (
     OptimizerConfig,
     gradient_norms,
@@ -37,94 +28,10 @@ from glm5_jax.training.optimizer import (
     make_optimizer,
     state_shardings,
 )
-from glm5_jax.training.schedule import TwoPhaseConfig, bias_update_rate, mtp_weight, value_at
+from glm5_jax.training.schedule import value_at
+from glm5_jax.training.step_config import StepConfig
 
-INDEX_TARGETS = ("own_layer", "shared_layers")
-
-
-@dataclasses.dataclass(kw_only=True)
-class StepConfig:
-    """Options of a train step. Sources: GLM-4.5 2.4, which GLM-5 inherits."""
-
-    mtp_steps: int = 3  # GLM-5 2.1: one MTP layer run three times with shared weights
-    mtp_weight: TwoPhaseConfig = dataclasses.field(default_factory=mtp_weight)
-    bias_update_rate: TwoPhaseConfig = dataclasses.field(default_factory=bias_update_rate)
-    balance_weight: float = 1e-4  # sequence-level balance loss
-    z_weight: float = 0.0  # not in the paper; 0 turns it off
-    # Weight of the indexers' loss; 0: indexers are not trained. Not disclosed. It matters only for
-    # clipping and Adam's epsilon, because no other loss reaches the indexers.
-    index_weight: float = 0.0
-    # Attention that an indexer of IndexShare is trained on: that of its layer ("own_layer"), or the mean
-    # of all layers that use its keys ("shared_layers"; IndexCache, arXiv 2603.12201).
-    index_target: str = "own_layer"
-    # Maximum rows of a microbatch per device; None: no microbatches.
-    rows_per_device: int | None = None
-    # Weights that stay gathered over all microbatches, with one gradient reduction per step: none
-    # ("sharded"), routed experts ("experts"), or all ("local"); see training/accumulation.py.
-    accumulate: str = "sharded"
-    # Rows of logits at a time, where XLA computes them. The kernels of pods choose their tiles.
-    loss_chunk: int = 1024
-    query_block: int = 128
-    gather_block: int = 32
-    # Maximum tokens of a device that are sent to the experts at a time; None: all.
-    token_chunk: int | None = None
-    # Vocabulary entries that a device gathers at a time; None: all.
-    vocab_block: int | None = None
-    # Number of slices of the mesh axis `expert` that are connected by a slow network, such as slices of a
-    # pod, or hosts. A token crosses to each once (`parallel.mesh.device_grid`, `model.expert_dispatch`).
-    expert_slices: int = 1
-    # Whether rows are assigned to devices and microbatches by cost (training/row_balancing.py). Rows of
-    # short documents cost about the same.
-    balance_rows: bool = False
-    remat: str = "full"  # none, full, topk, dots, offload
-    # Dtype of gradient sums over devices (`ExecutionConfig`); None: the compute dtype.
-    reduce_dtype: str | None = None
-
-    def __post_init__(self):
-        for name in ("rows_per_device", "loss_chunk"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be positive")
-        for name in ("mtp_steps", "balance_weight", "z_weight", "index_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.accumulate not in PREGATHERED:
-            raise ValueError(
-                f"accumulate is {self.accumulate!r}; use one of {', '.join(PREGATHERED)}"
-            )
-        if self.index_target not in INDEX_TARGETS:
-            targets = " or ".join(map(repr, INDEX_TARGETS))
-            raise ValueError(f"index_target is {self.index_target!r}; use {targets}")
-        self.execution()
-
-    def mtp_runs(self, cfg: ModelConfig) -> int:
-        """Returns how many times the model's MTP layer runs in a step."""
-        return self.mtp_steps if cfg.num_nextn_predict_layers else 0
-
-    def microbatches(self, rows: int, devices: int = 1) -> int:
-        """Returns the number of equal microbatches of a batch.
-
-        It is the smallest number that leaves at most rows_per_device rows on a device, or on the devices that share a
-        row.
-        """
-        device_rows = rows // devices
-        max_rows = device_rows if self.rows_per_device is None else self.rows_per_device
-        return next(
-            n
-            for n in range(1, device_rows + 1)
-            if device_rows % n == 0 and device_rows // n <= max_rows
-        )
-
-    def execution(self) -> ExecutionConfig:
-        """Returns the options of the step's forward."""
-        return ExecutionConfig(
-            query_block=self.query_block,
-            gather_block=self.gather_block,
-            token_chunk=self.token_chunk,
-            vocab_block=self.vocab_block,
-            expert_slices=self.expert_slices,
-            remat=self.remat,
-            reduce_dtype=self.reduce_dtype,
-        )
+ROUTER_BIASES = ("moe_layers/router/bias", "mtp/block/router/bias")
 
 
 class Step(NamedTuple):
@@ -159,10 +66,15 @@ def make_step(
     mesh: Mesh | AbstractMesh | None = None,
     token_loss: TokenLoss | None = None,
 ) -> Step:
-    """Builds the train step of a model.
+    """Builds the train step of a model and jits its functions; see `TrainStep`."""
+    return TrainStep(cfg, config, optimizer_config, schedule, mesh, token_loss).jit()
 
-    The state is {params, optimizer, step, tokens, rng}: float32 weights, the optax state, number of steps,
-    tokens seen (float32, because only schedules read it) and key data. If the loss or a gradient is not finite,
+
+class TrainStep:
+    """Train step of a model, as pure functions of the state and a batch.
+
+    The state is {params, optimizer, step, tokens, rng}: float32 weights (with adapters, frozen ones in the
+    compute dtype), the optax state, number of steps, tokens seen (float32, because only schedules read it) and key data. If the loss or a gradient is not finite,
     the step leaves params and optimizer unchanged and reports `skipped` 1. It counts as a step all the same.
 
     Args:
@@ -172,115 +84,180 @@ def make_step(
 
     Raises ValueError if the options contradict each other, the model or the mesh.
     """
-    names = glm5.axis_letters(cfg)
-    groups = groups_of(optimizer_config, names)
-    frozen = [path for path, group in flatten(groups).items() if group == "frozen"]
-    if len(frozen) == len(flatten(groups)):
-        raise ValueError(
-            f"frozen is {optimizer_config.frozen!r}, which freezes all weights; leave one out of it"
-        )
-    optimizer = make_optimizer(optimizer_config, names, mesh)
-    gradients = gradient_function(cfg, config, mesh, frozen, token_loss)
-    objective = loss_function(cfg, dataclasses.replace(config, mtp_steps=0, index_weight=0.0), mesh)
 
-    def initialise(key, params=None):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        config: StepConfig,
+        optimizer_config: OptimizerConfig,
+        schedule: Callable,
+        mesh: Mesh | AbstractMesh | None = None,
+        token_loss: TokenLoss | None = None,
+    ):
+        self._cfg, self._config, self._mesh = cfg, config, mesh
+        self._schedule, self._token_loss = schedule, token_loss
+        letters = glm5.axis_letters(cfg)
+        self._groups = groups_of(optimizer_config, letters)
+        groups = flatten(self._groups)
+        self._frozen = [path for path, group in groups.items() if group == "frozen"]
+        if len(self._frozen) == len(groups):
+            raise ValueError(
+                f"frozen is {optimizer_config.frozen!r}, which freezes all weights; leave one out of it"
+            )
+        # No optimiser trains router biases. They stay unchanged if the user freezes them, and with adapters.
+        self._router_biases = [
+            path
+            for path in ROUTER_BIASES
+            if path in groups
+            and not cfg.lora.rank
+            and not matches_any(optimizer_config.frozen, path)
+        ]
+        self._optimizer = make_optimizer(optimizer_config, letters, mesh)
+        self._gradients = gradient_function(cfg, config, mesh, self._frozen, token_loss)
+        main_head = dataclasses.replace(config, mtp_steps=0, index_weight=0.0)
+        self._evaluation_loss = loss_function(cfg, main_head, mesh)
+        self._abstract = jax.eval_shape(
+            lambda params, key: new_state(params, self._optimizer.init(params), key),
+            glm5.abstract_params(cfg, "float32"),
+            jax.random.key(0),
+        )
+        self._shardings = None
+        if mesh is not None:
+            self._shardings = _state_shardings(cfg, self._abstract, mesh)
+            self._abstract = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                self._abstract,
+                self._shardings,
+            )
+
+    def jit(self) -> Step:
+        """Returns the jitted functions."""
+        out = None
+        if self._mesh is not None:
+            out = self._shardings, NamedSharding(self._mesh, P())
+        temperature = self._token_loss.temperature if self._token_loss else 1.0
+        return Step(
+            initialise=self.initialise,
+            abstract=self._abstract,
+            train=jax.jit(self.train, donate_argnums=0, out_shardings=out),
+            update=self.update,
+            evaluate=jax.jit(self.evaluate),
+            score=jax.jit(score_function(self._cfg, self._config, self._mesh, temperature)),
+            trains_trunk=bool(set(jax.tree.leaves(self._groups)) - {"indexer", "frozen"}),
+        )
+
+    def initialise(self, key: jax.Array, params: PyTree | None = None) -> dict:
+        """Returns the state of a new run, with random weights if params is None."""
         init_key, run_key = jax.random.split(key)
         if params is None:
-            params = glm5.init_params(cfg, init_key, "float32", mesh)
-        return _place(
-            {
-                "params": params,
-                "optimizer": jax.jit(optimizer.init, out_shardings=_of(shardings, "optimizer"))(
-                    params
-                ),
-                "step": jnp.zeros((), jnp.int32),
-                "tokens": jnp.zeros((), jnp.float32),
-                "rng": jax.random.key_data(run_key),
-            },
-            shardings,
-        )
+            params = glm5.init_params(self._cfg, init_key, "float32", self._mesh)
+        shardings = self._shardings
+        moments_shardings = None if shardings is None else shardings["optimizer"]
+        moments = jax.jit(self._optimizer.init, out_shardings=moments_shardings)(params)
+        if shardings is None:
+            # All leaves are bound to the device of the initial weights, because the results of a step are. Else
+            # the second step would be another program, and compile again.
+            shardings = jax.tree.leaves(params)[0].sharding
+        return jax.device_put(new_state(params, moments, run_key), shardings)
 
-    def train(state, batch):
-        return update(state, batch, schedule(state["step"]))
+    def train(self, state: dict, batch: dict[str, Array]) -> tuple[dict, dict]:
+        """Returns (state, metrics) after a step at the schedule's learning rate."""
+        return self.update(state, batch, self._schedule(state["step"]))
 
-    def update(state, batch, learning_rate):
+    def update(
+        self, state: dict, batch: dict[str, Array], learning_rate: Float[Array, ""]
+    ) -> tuple[dict, dict]:
+        """Returns (state, metrics) after a step at a learning rate."""
         rates = Rates(
-            value_at(config.mtp_weight, state["tokens"]),
-            value_at(config.bias_update_rate, state["tokens"]),
+            value_at(self._config.mtp_weight, state["tokens"]),
+            value_at(self._config.bias_update_rate, state["tokens"]),
         )
-        # Gradients and the optimiser's updates.
+        objective, parts, gradients = self._gradients(state["params"], batch, rates)
+        norms = gradient_norms(gradients, self._groups)
+        finite = all_finite(objective, norms)
+        params, moments = self._apply_gradients(state, gradients, learning_rate)
+        params = self._update_router_biases(params, parts.load, rates.bias_rate)
+        state = next_state(state, batch, params, moments, finite)
+        metrics = {
+            "loss": self._losses(objective, parts),
+            "grad_norm": norms,
+            "learning_rate": learning_rate,
+            "skipped": ~finite,
+        }
+        return state, metrics | self._model_metrics(parts)
+
+    def evaluate(
+        self, params: PyTree, batch: dict[str, Array]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Returns (summed negative log-likelihood, number of targets) of the main head."""
+        num_targets = shift(batch, 0).weights.sum()
+        zero = jnp.zeros(())
+        _, parts = self._evaluation_loss(params, batch, Rates(zero, zero))
+        return parts.ce * num_targets, num_targets
+
+    def _apply_gradients(self, state: dict, gradients: PyTree, learning_rate) -> tuple[PyTree, Any]:
+        """Returns the params and the optimiser's state after an update."""
         params = state["params"]
-        total, parts, grads = gradients(params, batch, rates)
-        norms = gradient_norms(grads, groups)
-        finite = jnp.isfinite(total) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
-        updates, moments = optimizer.update(grads, state["optimizer"], params)
+        updates, moments = self._optimizer.update(gradients, state["optimizer"], params)
         updates = jax.tree.map(lambda u: learning_rate * u, updates)
         # Frozen weights are left out of the sum, because -0.0 + 0.0 would be 0.0.
         updated = flatten(params) | {
             path: value
             for path, value in flatten(optax.apply_updates(params, updates)).items()
-            if path not in frozen
+            if path not in self._frozen
         }
-        updated = _update_router_biases(
-            unflatten(updated), parts.load, rates.bias_rate, optimizer_config.frozen
-        )
+        return unflatten(updated), moments
 
-        # The new state, and metrics.
-        state = next_state(state, batch, updated, moments, finite)
-        losses = {"total": total, "ce": parts.ce, "balance": parts.balance, **parts.parts}
-        if config.mtp_runs(cfg):
+    def _update_router_biases(
+        self, params: PyTree, load: Float[Array, "l e"] | None, rate
+    ) -> PyTree:
+        """Moves the router biases towards a balanced load, layer by layer, the MTP block last."""
+        if load is None:
+            return params
+        flat = flatten(params)
+        for path in self._router_biases:
+            layer_load = load[-1] if path.startswith("mtp") else load[: flat[path].shape[0]]
+            flat[path] = balance_bias(flat[path], layer_load, rate)
+        return unflatten(flat)
+
+    def _losses(self, objective: Float[Array, ""], parts: LossParts) -> dict[str, Array]:
+        """Returns the objective and its parts by name, without the parts that the step does not train on."""
+        losses = {"total": objective, "ce": parts.ce, "balance": parts.balance, **parts.parts}
+        if self._config.mtp_runs(self._cfg):
             losses["mtp"] = parts.mtp
-        if config.z_weight:
+        if self._config.z_weight:
             losses["z"] = parts.z
-        if config.index_weight:
+        if parts.index_loss is not None:
             losses["indexer"] = jnp.sum(parts.index_loss)
-        metrics = {
-            "loss": losses,
-            "grad_norm": norms,
-            "learning_rate": learning_rate,
-            "max_logit": parts.max_logit,
-            "skipped": ~finite,
-        }
-        if config.index_weight:
+        return losses
+
+    def _model_metrics(self, parts: LossParts) -> dict[str, PyTree]:
+        """Returns the metrics of each layer, and those of the sampled tokens."""
+        metrics: dict[str, PyTree] = {"max_logit": parts.max_logit}
+        if parts.index_loss is not None:
             metrics["index_loss"] = parts.index_loss
-        if token_loss is not None:
+        if self._token_loss is not None:
             metrics["policy"] = parts.stats
         if parts.load is not None:
             mean = jnp.maximum(parts.load.mean(-1), 1e-9)
             metrics["router"] = {"load_imbalance": parts.load.max(-1) / mean}
-        return state, metrics
+        return metrics
 
-    def evaluate(params, batch):
-        targets = shift(batch, 0).weights.sum()
-        zero = jnp.zeros(())
-        _, parts = objective(params, batch, Rates(zero, zero))
-        return parts.ce * targets, targets
 
-    abstract = jax.eval_shape(
-        lambda key: {
-            "params": glm5.abstract_params(cfg, "float32"),
-            "optimizer": optimizer.init(glm5.abstract_params(cfg, "float32")),
-            "step": jnp.zeros((), jnp.int32),
-            "tokens": jnp.zeros((), jnp.float32),
-            "rng": jax.random.key_data(key),
-        },
-        jax.random.key(0),
-    )
-    shardings = None if mesh is None else _state_shardings(cfg, abstract, mesh)
-    if mesh is not None:
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
-        )
-    out = None if mesh is None else (shardings, NamedSharding(mesh, P()))
-    return Step(
-        initialise,
-        abstract,
-        jax.jit(train, donate_argnums=0, out_shardings=out),
-        update,
-        jax.jit(evaluate),
-        jax.jit(score_function(cfg, config, mesh, token_loss.temperature if token_loss else 1.0)),
-        bool(set(jax.tree.leaves(groups)) - {"indexer", "frozen"}),
-    )
+def new_state(params: PyTree, moments: Any, key: jax.Array) -> dict:
+    """Returns the state before the first step. moments: the optimiser's state."""
+    return {
+        "params": params,
+        "optimizer": moments,
+        "step": jnp.zeros((), jnp.int32),
+        "tokens": jnp.zeros((), jnp.float32),
+        "rng": jax.random.key_data(key),
+    }
+
+
+def all_finite(loss: Float[Array, ""], norms: dict[str, Float[Array, ""]]) -> Bool[Array, ""]:
+    """Returns whether a loss and the norms of all its gradients are finite."""
+    return jnp.isfinite(loss) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
 
 
 def next_state(
@@ -326,30 +303,3 @@ def _state_shardings(cfg, abstract, mesh):
         "tokens": replicated,
         "rng": replicated,
     }
-
-
-def _of(shardings, name):
-    return None if shardings is None else shardings[name]
-
-
-def _place(state, shardings):
-    if shardings is None:
-        # All leaves are bound to the device of the initial weights, because the results of a step are. Else
-        # the second step would be another program, and compile again.
-        shardings = jax.tree.leaves(state["params"])[0].sharding
-    return jax.device_put(state, shardings)
-
-
-def _update_router_biases(params, load, rate, frozen):
-    """Moves the router biases towards a balanced load [l e], layer by layer, the MTP block last.
-
-    frozen: patterns of biases to leave unchanged.
-    """
-    if load is None:
-        return params
-    flat = flatten(params)
-    biases = ("moe_layers/router/bias", "mtp/block/router/bias")
-    for path in (path for path in biases if path in flat and not matches_any(frozen, path)):
-        layer_load = load[-1] if path.startswith("mtp") else load[: flat[path].shape[0]]
-        flat[path] = balance_bias(flat[path], layer_load, rate)
-    return unflatten(flat)

@@ -1,6 +1,7 @@
-"""FLOPs of a stage's train step on one device: counted in the program, by part, next to the model's FLOPs.
+"""Divides a stage's train step into parts of the model, and compares its FLOPs on one device with the model's.
 
-The count exceeds the model's FLOPs by:
+`trace_step` traces the step of a config on a mesh, `parallel.flops` counts the trace by part, and `training.flops`
+gives the model's FLOPs. The ratio of both bounds the MFU. The count exceeds the model's FLOPs by:
 
 - recomputation (`StepConfig.remat`; the attention's backward always recomputes its logits),
 - Newton-Schulz,

@@ -77,7 +77,7 @@ class Collective(NamedTuple):
     in_loop: bool
     groups: tuple[tuple[int, ...], ...]
     moved: int
-    pairs: tuple[tuple[int, int], ...] = ()
+    pairs: tuple[tuple[int, ...], ...] = ()
     op_name: str = ""
     between_slices: bool = False
 
@@ -159,12 +159,14 @@ def _between_slices(
     groups, pairs = ((), members) if kind == "collective-permute" else (members, ())
     size = sent_bytes = shape_bytes(tuple_elements(received.shape)[0])
     if kind == "ragged-all-to-all":
-        rendezvous = _RENDEZVOUS.search(received.rest)[0]
+        rendezvous = _RENDEZVOUS.search(received.rest)
+        if rendezvous is None:
+            raise ValueError(f"{received.name} names no rendezvous of hosts: {received.rest}")
         [rows] = (
             send
             for send in module.computations[at].instructions.values()
             if send.opcode == "send"
-            and rendezvous in send.rest
+            and rendezvous[0] in send.rest
             and 'operand_index="0"' in send.rest
         )
         sent_bytes = min(size, shape_bytes(tuple_elements(rows.shape)[0]))
@@ -188,7 +190,10 @@ def _members(text: str, mesh) -> tuple[tuple[int, ...], ...]:
     if match := _SLICES.search(text):
         chosen, (first, last) = parse_numbers(match[1]), map(int, match.group(2, 3))
         return tuple(tuple(slices[s - 1][d] for s in chosen) for d in range(first, last + 1))
-    groups = _numbers(_MEMBERS.search(text)[1].replace("->", ","))
+    listed = _MEMBERS.search(text)
+    if listed is None:
+        raise ValueError(f"a transfer between slices names no members: {text}")
+    groups = _numbers(listed[1].replace("->", ","))
     return tuple(tuple(slices[n // _SLICE - 1][n % _SLICE] for n in group) for group in groups)
 
 
@@ -235,7 +240,7 @@ def _numbers(listed: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, part.split(","))) for part in listed.split("},{"))
 
 
-def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
     listed = _PAIRS.search(text)
     return _numbers(listed[1]) if listed else ()
 

@@ -198,11 +198,12 @@ def count_trips(module: HloModule, at: str, loop: HloInstruction) -> int | None:
     test, compare, _ = find_origin(module, roots["condition"])
     if compare.opcode != "compare":
         return None
-    sides = [_linear(module, test._replace(name=name)) for name in compare.operands]
+    linear_sides = (_linear(module, test._replace(name=name)) for name in compare.operands)
+    sides = [side for side in linear_sides if side is not None]
     direction = compare.attribute("direction")
     if direction in ("GT", "GE"):
         direction, sides = {"GT": "LT", "GE": "LE"}[direction], sides[::-1]
-    if None in sides or direction not in ("LT", "LE", "NE"):
+    if len(sides) < 2 or direction not in ("LT", "LE", "NE"):
         return None
     ends = []
     for (index, offset), growth in zip(sides, (1, 0)):

@@ -300,7 +300,7 @@ def report_of(
             fields["temporary_bytes"] = needed_bytes - sum(fields["argument_bytes"].values())
             largest = parse_allocations(str(error)) or _find_largest_buffers(folder)
             return Report(**fields, largest_buffers=tuple(largest)), None
-        text, memory = compiled.as_text(), compiled.memory_analysis()
+        text, memory = compiled.as_text() or "", compiled.memory_analysis()
         fields["compiling_seconds"] = time.monotonic() - compile_start
         fields["compiler_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
         fields |= _memory(memory, temporary_bytes(folder))
@@ -411,7 +411,7 @@ def _lines(report: Report):
                 "host_bytes": "(in the host's memory)",
             }
             yield f"    {what[name]:<24}{getattr(report, name) / GB:8.3f}"
-    if report.fits is not None:
+    if report.fits is not None and report.available_bytes is not None:
         share = report.used_bytes / report.available_bytes
         yield f"    {'together':<24}{report.used_bytes / GB:8.3f}  {share:.0%} of {report.available_bytes / GB:.2f}"
         if report.usable_bytes not in (None, report.available_bytes):

@@ -159,7 +159,7 @@ class _Flow:
             )
             return _join(tuple(operands)) | (axes if axes or is_single else self.all)
         equal = tuple(_join(value) & ~axes for value in operands)
-        return equal if len(equal) > 1 else equal[0]
+        return equal[0] if len(equal) == 1 else equal
 
     def loop(self, at: str, instruction: HloInstruction, state):
         """Returns the axes of a while loop's state after any number of iterations."""

@@ -192,7 +192,8 @@ def _rotate_shape(path: str, w, d: int):
     """Returns the shape of a leaf after rotation, which changes only norms that rotate the residual stream back."""
     if path not in rotation.FINAL_NORMS:
         return w
-    return RotatedNorm(w, jax.ShapeDtypeStruct((d, d), w.dtype))
+    back: Any = jax.ShapeDtypeStruct((d, d), w.dtype)  # a shape in place of an array
+    return RotatedNorm(w, back)
 
 
 def _with_sharding(x, sharding) -> jax.ShapeDtypeStruct:

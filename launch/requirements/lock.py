@@ -1,11 +1,11 @@
 """Writes the locks of the Python that runs this file, from the ranges in setup.cfg.
 
-    python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test.txt, -aot.txt, -ray.txt, -bench.txt
+    python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test, -aot, -ray, -bench and -docs
     python3.12 launch/requirements/lock.py      # writes py312-*.txt, also for later Pythons
 
-`test` extends `run`; `aot` and `ray` each extend both; `bench` is independent. Every line is one exact pin, and indirect
-dependencies are included, so the locks install with `pip install --no-deps`. To resolve `bench`, pip needs PyTorch's
-index of CPU wheels.
+`test` extends `run`; `aot` and `ray` each extend both; `bench` and `docs` are independent. Every line is one
+exact pin, and indirect dependencies are included, so the locks install with `pip install --no-deps`. To resolve
+`bench`, pip needs PyTorch's index of CPU wheels.
 """
 
 import configparser
@@ -19,6 +19,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 SETUP = FOLDER.parents[1] / "setup.cfg"
 # Group -> groups that are installed together with it.
 BASES = {"run": (), "test": ("run",), "aot": ("run", "test"), "ray": ("run", "test")}
+INDEPENDENT = ("bench", "docs")  # each for an environment of its own
 HEAD = "# Written by launch/requirements/lock.py from setup.cfg.\n"
 
 
@@ -62,7 +63,8 @@ def main() -> None:
         packages[group] = {name: resolved[name] for name in resolved if name not in base_packages}
         write(f"{tag}-{group}.txt", packages[group])
         pins |= packages[group]  # the same version in all groups
-    write(f"{tag}-bench.txt", resolve(requirements("bench"), {}))
+    for group in INDEPENDENT:
+        write(f"{tag}-{group}.txt", resolve(requirements(group), {}))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Fused output projection and softmax cross-entropy: the full logits never exist in memory."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 
 # Name of the log partition for jax.checkpoint policies; the backward needs it.
 LOGZ = "cross_entropy_logz"
@@ -39,8 +38,8 @@ def linear_cross_entropy(
     return _loss(Static(backend, chunk), hidden, head, targets)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(static, hidden, head, targets):
+@custom_vjp(1)
+def _loss(static, hidden, head, targets) -> tuple[Array, Array]:
     return static.backend.function("forward")(static, hidden, head, targets)
 
 

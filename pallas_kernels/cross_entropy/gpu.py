@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.cross_entropy import ref
+from pallas_kernels.cross_entropy import xla
 from pallas_kernels.lightning_indexer.gpu import LEFT_PARTS, RIGHT_PARTS, split_float32
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
@@ -76,10 +76,10 @@ def backward(
     interpret: object = False,
 ) -> tuple[Float[Array, "m d"], Float[Array, "d v"]]:
     """Returns (dhidden, dhead) for the inputs of `forward`, its log partition, and the gradients of both results."""
-    static = static._replace(chunk=ref.rows_per_chunk(saved[0].shape[0], BACKWARD_ROWS))
+    static = static._replace(chunk=xla.rows_per_chunk(saved[0].shape[0], BACKWARD_ROWS))
     # By default products of float32 may have 11 bits.
     with jax.default_matmul_precision("highest" if saved[0].dtype == jnp.float32 else "default"):
-        return ref.backward(static, saved, dnll, dlogz)
+        return xla.backward(static, saved, dnll, dlogz)
 
 
 class _Plan(NamedTuple):
@@ -187,7 +187,7 @@ def _body(
         row_slice = pl.ds(role * (ROWS // 2), ROWS // 2)
         target_rows = pl.ds(row * ROWS + role * (ROWS // 2), ROWS // 2)
         shape = ROWS // 2, VOCAB_TILE
-        row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+        row_of, column_of = hopper.ROW_OF, hopper.COLUMN_OF
         target = ops.load(targets, (target_rows,), layout=row_of)
 
         def logits_of(tile, acc):
@@ -209,7 +209,7 @@ def _body(
         def step(tile, carry):
             top, total, target_logit = carry
             logits = pl.run_scoped(
-                functools.partial(logits_of, tile), plgpu.ACC(shape, jnp.float32)
+                functools.partial(logits_of, tile), hopper.Accumulator(shape, jnp.float32)
             )
             begin = (first + tile) * VOCAB_TILE
             token_id = ops.cast(lax.iota(jnp.int32, VOCAB_TILE), column_of)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cost import estimate
-from pallas_kernels.cross_entropy import cost, ref
+from pallas_kernels.cross_entropy import cost, xla
 
 # Not measured. At d = 6144 in bfloat16 a block of rows is 12 MiB, which gives 1024 FLOP per byte of the
 # streamed head (v6e needs 560), and a block of the vocabulary 6 MiB; both are double-buffered. The loop
@@ -82,9 +82,9 @@ def backward(
     interpret: object = False,
 ) -> tuple[Float[Array, "m d"], Float[Array, "d v"]]:
     """Returns (dhidden, dhead) for the inputs of `forward`, its log partition, and the gradients of both results."""
-    static = static._replace(chunk=ref.rows_per_chunk(saved[0].shape[0], BACKWARD_ROWS))
+    static = static._replace(chunk=xla.rows_per_chunk(saved[0].shape[0], BACKWARD_ROWS))
     with jax.default_matmul_precision(_precision(saved[0].dtype).name.lower()):
-        return ref.backward(static, saved, dnll, dlogz)
+        return xla.backward(static, saved, dnll, dlogz)
 
 
 def choose_tile(m: int, d: int, v: int, itemsize: int) -> tuple[int, int, int]:

@@ -1,13 +1,12 @@
 """Softmax attention over all visible keys: MLA below the crossover length, and without an indexer."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 
 
 class Static(NamedTuple):
@@ -80,8 +79,8 @@ def flash_mla(
     return out, lax.stop_gradient(lse), lax.stop_gradient(top)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(static, q, k, v, start, q_segments, k_segments, topk):
+@custom_vjp(1)
+def _flash(static, q, k, v, start, q_segments, k_segments, topk) -> tuple[Array, Array, Array]:
     run = static.backend.function("forward")
     return run(static, q, k, v, start, q_segments, k_segments, topk)
 

@@ -13,12 +13,14 @@ Heads wider than 256 are for decoding over latents. Their backward, which none o
 and dv of 64 keys would be 64 x 1152 numbers, more than the registers of a multiprocessor.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import backends
-from pallas_kernels.flash_mla import ref, tile_schedule
+from pallas_kernels.flash_mla import tile_schedule, xla
 from pallas_kernels.flash_mla.gpu_backward import sum_for_keys, sum_for_queries
 from pallas_kernels.flash_mla.gpu_forward import (
     GROUPS,
@@ -77,7 +79,8 @@ def forward(
     del topk
     first, y = start if static.start is None else static.start, v.shape[-1]
     if _is_narrow(q, v) and not static.shared:
-        attend_blocks, row_tile, key_tile, columns = attend, GROUPS * ROWS, KEYS, 64
+        attend_blocks: Any = attend
+        row_tile, key_tile, columns = GROUPS * ROWS, KEYS, 64
     else:
         attend_blocks, row_tile, columns = attend_wide, ROWS, 64 * num_parts(y)
         key_tile = KEYS if static.shared else SEPARATE_KEYS
@@ -93,9 +96,13 @@ def forward(
         split_ranges(visible_ranges(tiling, first, segments), cuts), first, segments
     )
     keys, values = (_pad(x, tiling.keys * tiling.key, 2) for x in (k, v))
-    values = None if static.shared else values
     results = attend_blocks(
-        blocks.stack(q), keys, values, visibility, scale=static.scale, interpret=interpret
+        blocks.stack(q),
+        keys,
+        None if static.shared else values,
+        visibility,
+        scale=static.scale,
+        interpret=interpret,
     )
     out, lse, top = (blocks.unstack(x) for x in _merge(results, row_tile, cuts))
     return out[..., :y], lse, jnp.max(top)
@@ -107,7 +114,7 @@ def backward(
     """Returns (dq, dk, dv) for the inputs of `forward`, its out and lse, and the gradient of out."""
     q, k, v, start, q_segments, k_segments, _, out, lse = saved
     if not _is_narrow(q, v):
-        return ref.backward(static, saved, dout)
+        return xla.backward(static, saved, dout)
     first = start if static.start is None else static.start
     blocks = RowBlocks(q, k, GROUPS * ROWS, KEYS)
     tiling, x, y = blocks.tiling, q.shape[-1], v.shape[-1]
@@ -163,6 +170,7 @@ class RowBlocks:
         """Returns the segments of all rows and all keys, 0 in padding; () without segments."""
         if q_segments is None:
             return ()
+        assert k_segments is not None, "pass the segments of queries and keys, or neither"
         rows = _pad(jnp.tile(q_segments, (1, self.group)), self.tiling.rows * self.tiling.row, 1)
         return rows, _pad(k_segments, self.tiling.keys * self.tiling.key, 1)
 
@@ -230,7 +238,7 @@ def _pad_columns(x, columns: int, other=None):
     return _pad(x, width if other is None else max(width, other.shape[-1]), x.ndim - 1)
 
 
-def _pad(x, size: int, axis: int, fill=0):
+def _pad(x, size: int, axis: int, fill: float = 0):
     if x.shape[axis] == size:
         return x
     pad = [(0, 0)] * x.ndim

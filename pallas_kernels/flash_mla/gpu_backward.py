@@ -1,4 +1,19 @@
-"""Kernels of `gpu.backward`: gradients with their sums in registers, from recomputed probabilities."""
+"""Kernels of `gpu.backward`: gradients with their sums in registers, from recomputed probabilities.
+
+`sum_for_queries`: grid (batch, head, block of 128 rows), the last blocks first. Shared memory holds the rows of
+queries and of the output's gradient, and a ring of key and value tiles.
+
+- A loader warpgroup copies keys and values of the block's range alternately.
+- Two compute warpgroups, 64 rows each: logits, probabilities, ds = p (dp - delta), dq += ds k.
+
+`sum_for_keys`: grid (batch, key head, tile of keys). Shared memory holds the tile's keys and values, and rings of
+queries and of the output's gradient.
+
+- A loader warpgroup copies the rows that see the tile, of all heads that share the keys.
+- One compute warpgroup sums dv += p^T dout, the other dk += ds^T q.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +207,9 @@ def sum_for_keys(
         def sum_values():
             plgpu.set_max_registers(240, action="increase")
             plgpu.copy_gmem_to_smem(k_ref.at[b, head, key_slice], keys, tile_in.at[0])
-            key_ids = ops.load(segments[1], (b, key_slice), layout=ROW_OF) if segments else None
+            key_ids: Any = (
+                ops.load(segments[1], (b, key_slice), layout=ROW_OF) if segments else None
+            )
             plgpu.barrier_wait(tile_in.at[0])
 
             def mask(number, logits):

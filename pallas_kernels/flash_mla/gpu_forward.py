@@ -29,7 +29,7 @@ STAGES = 2
 # are all registers that a block starts with, 168 or 128 per thread.
 REGISTERS = {2: (104, 200), 3: (104, 136)}
 # Layouts of one number per row and per column.
-ROW_OF, COLUMN_OF = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+ROW_OF, COLUMN_OF = hopper.ROW_OF, hopper.COLUMN_OF
 
 
 class KeyVisibility(NamedTuple):
@@ -308,7 +308,7 @@ def dot_during(ops, shape, a, b, then):
         result = then()
         return acc[...], result
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, hopper.Accumulator(shape, jnp.float32))
 
 
 def store_tile(x, via, to):
@@ -359,10 +359,12 @@ def attend_wide(
     ops = hopper.Ops(interpret)
 
     def body(
-        *refs, queries, queries_in, keys, values, weights, factors, weights_ready, weights_free
+        *refs, queries, queries_in, keys, values: Any, weights, factors, weights_ready, weights_free
     ):
         q_ref, k_ref, *refs = refs
-        v_ref, *refs = (None, *refs) if shared else refs
+        v_ref: Any = None
+        if not shared:
+            v_ref, *refs = refs
         ranges_ref, last_ref, *segments, out_ref, lse_ref, top_ref = refs
         b, h, role = (lax.axis_index(name) for name in ("batch", "head", "role"))
         block = blocks - 1 - lax.axis_index("block")

@@ -8,7 +8,7 @@ NumPy computes the list if everything is known when tracing; XLA does if the fir
 are not.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +154,7 @@ def _ensure_one(is_visible, axis: int):
     return is_visible | (none & np.expand_dims(first, 2 - axis))
 
 
-def _build_schedule(is_visible, is_unmasked, steps: int | None = None) -> TileSchedule:
+def _build_schedule(is_visible, is_unmasked, steps: Any = None) -> TileSchedule:
     """Returns the schedule of visible pairs [b or 1, outer, inner] with `steps` entries; None: as many as needed."""
     xp = np if isinstance(is_visible, np.ndarray) else jnp
     lists, outers, inners = is_visible.shape

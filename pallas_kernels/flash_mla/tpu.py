@@ -256,7 +256,8 @@ def backward(
 
         def add(carry, args):
             # The barriers keep XLA from fusing the loop's slices with the kernel, which would lose its VMEM limit.
-            results = run_chunk(*lax.optimization_barrier(args), jnp.float32)
+            unit, q, dout, stats = lax.optimization_barrier(args)
+            results = run_chunk(unit, q, dout, stats, jnp.float32)
             dq, *key_grads = lax.optimization_barrier(results)
             return [a + b for a, b in zip(carry, key_grads, strict=True)], dq
 

@@ -1,14 +1,13 @@
 """Gated delta rule: linear attention whose state decays by a gate and corrects what a key recalls."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import accum_dtype
 
@@ -121,8 +120,8 @@ def _heads_first(x, chunk: int):
     return jnp.moveaxis(jnp.pad(x, pad), 1, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(static, *args):
+@custom_vjp(1)
+def _scan(static, *args) -> tuple[Array, Array]:
     return static.backend.function("forward")(static, *args)[:2]
 
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.custom_gradients import custom_vjp
+
 # Contracted axis of each operand [n . .]: of a b, of a b^T, of a^T b.
 AXES = {"ab": (2, 1), "abt": (2, 2), "atb": (1, 1)}
 
@@ -41,7 +43,7 @@ class BF16Parts(NamedTuple):
     split_bf16: Callable = split_bf16
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@custom_vjp(2)
 def batched_matmul(
     kind: str, parts: BF16Parts, a: Float[Array, "n ..."], b: Float[Array, "n ..."]
 ) -> Float[Array, "n x y"]:
@@ -83,7 +85,7 @@ batched_matmul.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(1)
 def solve(
     parts: BF16Parts,
     a: Float[Array, "n t s"],
@@ -107,7 +109,8 @@ def _solve_forward(parts, a, b, inverse_matrix):
 def _solve_backward(parts, saved, dx):
     inverse_matrix, x = saved
     db = batched_matmul("atb", parts, inverse_matrix, dx)
-    return -batched_matmul("abt", parts, db, x), db, None
+    da: Array = batched_matmul("abt", parts, db, x)
+    return -da, db, None
 
 
 solve.defvjp(_solve_forward, _solve_backward)

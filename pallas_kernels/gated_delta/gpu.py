@@ -129,9 +129,10 @@ def _chunk_gradients(dtype, q, k, v, g, beta, dout, state, dstate, inverse):
     g, beta, state, dstate = (flat(x).swapaxes(1, 2) for x in (g, beta, state, dstate))
     inverse = flat(inverse)
 
-    def run_with_state(*args):
+    def run_with_state(q, k, v, g, beta):
         # The state is no argument here: its gradient is known already.
-        return chunks.run_chunk(dtype == jnp.bfloat16, *args, state, inverse, split_bf16)
+        is_bf16 = dtype == jnp.bfloat16
+        return chunks.run_chunk(is_bf16, q, k, v, g, beta, state, inverse, split_bf16)
 
     pull = jax.vjp(run_with_state, q, k, v, g, beta)[1]
     *grads, dg, dbeta = pull((dout, dstate))

@@ -1,4 +1,14 @@
-"""Terms of a chunk that depend only on its positions, for all chunks of the gated delta rule in parallel."""
+"""Terms of a chunk that depend only on its positions, for all chunks of the gated delta rule in parallel.
+
+Grid: (chunk, head), one warpgroup per block. Shared memory holds the chunk's queries and keys, and three groups of
+TILE x TILE work tiles, in one or two parts of the operands' dtype.
+
+1. Factors: decay from the start and to the end of the chunk.
+2. Decay between all pairs of positions, as the exponential of a sum over tensor cores.
+3. A and the decayed products of queries and keys.
+4. (1 + A)^-1 by joining blocks of doubling size (`chunk.inverse`).
+5. Copy the inverse and the decayed products to memory.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +22,7 @@ from pallas_kernels import hopper
 FACTORS = 3
 TILE = 64  # positions: the size of a tensor core instruction
 # Layouts of one number per row and per column.
-ROW, COLUMN = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+ROW, COLUMN = hopper.ROW_OF, hopper.COLUMN_OF
 
 
 def num_parts(dtype) -> int:

@@ -6,6 +6,7 @@ product.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,9 +197,11 @@ class _ChunkView:
         """Remaining share of the state at the end of the chunk."""
         return self._refs["factors"][self._stage, 0, TILE - 1]
 
-    def store_states(self, states, target_ref=None):
+    def store_states(self, states, target_ref: Any = None):
         """Writes the pieces of a state."""
-        for i, piece in enumerate(states if target_ref is not None else ()):
+        if target_ref is None:
+            return
+        for i, piece in enumerate(states):
             target_ref[self._head, self._chunk, self._rows, pl.ds(i * PIECE, PIECE)] = piece
 
     def store_output(self, out, target_ref):

@@ -1,12 +1,12 @@
-"""Gated delta rule in XLA: a scan over chunks, and a reverse scan from the kept states."""
+"""Gated delta rule: the meaning of the kernel, position by position.
+
+S = exp(g) S;    S = S + beta k (v - S^T k)^T;    out = S^T q
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
-
-from pallas_kernels.gated_delta import chunk
-from pallas_kernels.numerics import accum_dtype
 
 
 def forward(
@@ -19,59 +19,27 @@ def forward(
     state: Float[Array, "b n h u"],
     *,
     keep: bool = False,
-) -> tuple[Float[Array, "b n t u"], Float[Array, "b n h u"], Float[Array, "..."] | None]:
-    """Returns (out, final state, states [c b n h u] before each chunk, or None).
+) -> tuple[Float[Array, "b n t u"], Float[Array, "b n h u"], Float[Array, "b n h u"] | None]:
+    """Returns (out, final state, initial state if keep); g, beta and the states have the accumulation dtype."""
 
-    g, beta and the states have the accumulation dtype.
-    """
-    args = (_chunks(static, x) for x in (q, k, v, g, beta))
+    def step(state, xs):
+        q, k, v, g, beta = xs
+        state = jnp.exp(g)[..., None, None] * state
+        written = beta[..., None] * (v - jnp.einsum("bnhu,bnh->bnu", state, k, precision="highest"))
+        state = state + k[..., None] * written[..., None, :]
+        return state, jnp.einsum("bnhu,bnh->bnu", state, q, precision="highest")
 
-    def run_step(state, args):
-        out, after = _run(*args, state)
-        return after, (out.astype(v.dtype), state if keep else None)
-
-    state, (out, states) = lax.scan(run_step, state, tuple(args))
-    return _join(out), state, states
+    xs = tuple(jnp.moveaxis(x, 2, 0).astype(state.dtype) for x in (q, k, v, g, beta))
+    final, out = lax.scan(step, state, xs)
+    return jnp.moveaxis(out, 0, 2).astype(v.dtype), final, state if keep else None
 
 
 def backward(
     static, saved: tuple, dout: Float[Array, "b n t u"], dstate: Float[Array, "b n h u"]
 ) -> tuple[Array, ...]:
-    """Returns the gradients of the inputs of `forward`.
+    """Returns the gradients of the inputs of `forward`, which saved holds."""
 
-    saved holds these inputs without the state, and the stored states.
-    """
-    *args, states = saved
+    def run(q, k, v, g, beta, state):
+        return forward(static, q, k, v, g, beta, state)[:2]
 
-    def run_step(dstate, args):
-        *args, state, dout = args
-        (out, _), pull = jax.vjp(_run, *args, state)
-        *grads, dstate = pull((dout.astype(out.dtype), dstate))
-        return dstate, tuple(grads)
-
-    xs = (*(_chunks(static, x) for x in args), states, _chunks(static, dout))
-    dstate, grads = lax.scan(run_step, dstate, xs, reverse=True)
-    return *(_join(x) for x in grads), dstate
-
-
-def _run(q, k, v, g, beta, state):
-    """`chunk.run_chunk` with b and n merged."""
-    b, n, t, _ = q.shape
-
-    def flat(x):
-        return x.astype(accum_dtype(x.dtype)).reshape(b * n, *x.shape[2:])
-
-    q, k, v, g, beta, state = (flat(x) for x in (q, k, v, g[:, :, None], beta[:, :, None], state))
-    out, state = chunk.run_chunk(False, q, k, v, g, beta, state)
-    return out.reshape(b, n, *out.shape[1:]), state.reshape(b, n, *state.shape[1:])
-
-
-def _chunks(static, x):
-    """Reshapes [b n t ...] to [c b n t ...]."""
-    b, n, t, *rest = x.shape
-    return jnp.moveaxis(x.reshape(b, n, t // static.chunk, static.chunk, *rest), 2, 0)
-
-
-def _join(x):
-    c, b, n, t, *rest = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(b, n, c * t, *rest)
+    return jax.vjp(run, *saved)[1]((dout, dstate))

@@ -1,4 +1,17 @@
-"""Gated delta rule on a TPU: chunks in order, the state of some heads stays in VMEM between them."""
+"""Gated delta rule on a TPU: chunks in order, the state of some heads stays in VMEM between them.
+
+Grid: (batch, heads, chunk), the chunks innermost and in order. A step has one chunk of up to 8 heads (4 backward),
+and VMEM holds their states [h u] in float32.
+
+Forward, per step:
+
+1. Load the initial state at the first chunk.
+2. Write the state out, if the backward needs it.
+3. `chunk.run_chunk`: output and next state.
+
+Backward, from the last chunk to the first: the derivative of `chunk.run_chunk` at the stored state, with the
+gradient of the state in VMEM in place of the state.
+"""
 
 import functools
 
@@ -67,13 +80,13 @@ def forward(
         in_specs=[*(blocks.row(x) for x in (q, k, v)), *[blocks.scalar] * 2, blocks.state],
         out_specs=out_specs,
         out_shape=out_shape,
-        scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
+        scratch_shapes=[blocks.state_scratch],
         compiler_params=_compiler_params(),
         cost_estimate=estimate(cost.forward(**_cost_sizes(static, q, v), keep=keep)),
         interpret=interpret,
         name="gated_delta_forward",
     )(q, k, v, *(_chunk_rows(static, x) for x in (g, beta)), state)
-    return out, final, *(states or [None])
+    return out, final, states[0] if keep else None
 
 
 def backward(
@@ -98,7 +111,7 @@ def backward(
         in_specs=[*rows, *scalars, blocks.states, blocks.row(v), blocks.state],
         out_specs=[*rows, *scalars, blocks.state],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, g, beta, dstate)],
-        scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
+        scratch_shapes=[blocks.state_scratch],
         compiler_params=_compiler_params(),
         cost_estimate=estimate(cost.backward(**_cost_sizes(static, q, v))),
         interpret=interpret,
@@ -130,6 +143,7 @@ class _Blocks:
             (1, heads, 1, 1, static.chunk), lambda b, i, j: (b, i, chunk_of(j), 0, 0)
         )
         self.state = pl.BlockSpec((1, heads, h, u), lambda b, i, j: (b, i, 0, 0))
+        self.state_scratch = pltpu.VMEM((heads, h, u), jnp.float32)
         self.states = pl.BlockSpec((1, heads, 1, h, u), lambda b, i, j: (b, i, chunk_of(j), 0, 0))
         self.states_shape = jax.ShapeDtypeStruct((b, n, chunks, h, u), jnp.float32)
 
@@ -160,10 +174,10 @@ def _compiler_params():
     )
 
 
-def _operands(q, k, v, g, beta):
+def _operands(q, k, v, g, beta) -> tuple[Array, Array, Array, Array, Array]:
     """Returns the arguments of `chunk.run_chunk` without the state, from the refs of a step."""
-    converted = [x[0].astype(jnp.float32) for x in (q, k, v)]
-    return *converted, g[0, :, 0], beta[0, :, 0]
+    q, k, v = (x[0].astype(jnp.float32) for x in (q, k, v))
+    return q, k, v, g[0, :, 0], beta[0, :, 0]
 
 
 def _is_bf16(ref):
@@ -180,7 +194,8 @@ def _forward_kernel(q, k, v, g, beta, initial, out, final, *rest):
 
     for state_ref in states:
         state_ref[0, :, 0] = state[...]
-    result, state[...] = chunk.run_chunk(_is_bf16(q), *_operands(q, k, v, g, beta), state[...])
+    operands = (*_operands(q, k, v, g, beta), state[...])
+    result, state[...] = chunk.run_chunk(_is_bf16(q), *operands)
     out[0] = result.astype(out.dtype)
 
     @pl.when(j == pl.num_programs(2) - 1)
@@ -197,11 +212,11 @@ def _backward_kernel(
     def _():
         dstate[...] = dfinal[0]
 
-    _, pull = jax.vjp(
+    pull = jax.vjp(
         functools.partial(chunk.run_chunk, _is_bf16(q)),
         *_operands(q, k, v, g, beta),
         state[0, :, 0],
-    )
+    )[1]
     *grads, dg[0, :, 0], dbeta[0, :, 0], dstate[...] = pull(
         (dout[0].astype(jnp.float32), dstate[...])
     )

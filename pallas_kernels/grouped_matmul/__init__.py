@@ -1,12 +1,11 @@
 """Matmul of rows sorted by expert, each with its expert's weights."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 
 
 class Static(NamedTuple):
@@ -67,7 +66,7 @@ def _check(x, w, group_sizes):
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(1)
 def _matmul(static, x, w, group_sizes):
     return static.backend.function("forward")(static, x, w, group_sizes)
 
@@ -83,7 +82,7 @@ def _backward(static, saved, dy):
 _matmul.defvjp(_forward_with_residuals, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(1)
 def _swiglu(static, *args):
     return _swiglu_with_residuals(static, *args)[0]
 

@@ -189,7 +189,7 @@ def multiply(
 
     def body(
         count, groups, firsts, begins, ends, *refs,
-        operands, out_tiles, in_tiles=None, in_ready=None,
+        operands, out_tiles, in_tiles: Any = None, in_ready: Any = None,
     ):  # fmt: skip
         x_refs, refs = refs[:num_terms], refs[num_terms:]
         input_refs, refs = refs[:num_inputs], refs[num_inputs:]
@@ -231,7 +231,7 @@ def multiply(
             plgpu.set_max_registers(40, action="decrease")
 
             def run_tile(i, first_step):
-                group, first, _, column, length = tile_position(i)
+                group, first, _entry, column, length = tile_position(i)
                 rows, column_slice = (
                     pl.ds(pl.multiple_of(first, ALIGNED), ROWS),
                     pl.ds(column, columns),

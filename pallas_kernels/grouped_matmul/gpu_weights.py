@@ -1,4 +1,12 @@
-"""Kernel of the weights' gradient: every group's rows, transposed, times their gradients."""
+"""Kernel of the weights' gradient: every group's rows, transposed, times their gradients.
+
+Grid: one block per multiprocessor, which goes through its share of the (group, tile down, tile across) tiles of the
+results. Shared memory holds a ring of three stages of rows and their gradients, 64 rows each, and output tiles.
+
+- A loader warpgroup copies the group's rows, also ahead into the next tile.
+- Two compute warpgroups, one half of the tile's rows each: set rows of neighbouring groups to zero at the two ends
+  of a group, add x^T dy in registers, store.
+"""
 
 import functools
 
@@ -74,7 +82,7 @@ def sum_products(
             plgpu.set_max_registers(40, action="decrease")
 
             def run_tile(i, first_step):
-                _, _, _, first, steps, d, a = tile_position(i)
+                *_group, first, steps, d, a = tile_position(i)
 
                 @pl.loop(0, steps)
                 def _(step):

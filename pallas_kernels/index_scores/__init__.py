@@ -1,12 +1,11 @@
 """Scores of the lightning indexer, with gradients: I[t, s] = sum_i w[t, i] relu(q[t, i] . k[s] / sqrt(j))."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 
 
 class Static(NamedTuple):
@@ -33,7 +32,7 @@ def index_scores(
     return _scores(Static(backend), idx_q, idx_w, idx_k)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(1)
 def _scores(static, idx_q, idx_w, idx_k):
     return static.backend.function("forward")(static, idx_q, idx_w, idx_k)
 

@@ -4,7 +4,7 @@ Forward: keys lie along the rows of the products and (head, query) along their c
 `lightning_indexer`. A thread holds all heads of its queries.
 
 Backward: two kernels with products of 64 queries and the keys of one head. `sum_keys` loops over the keys of a
-query tile and sums e (see `ref.gradients_keys_first`). `sum_queries` loops over the queries of a key tile and
+query tile and sums e (see `xla.gradients_keys_first`). `sum_queries` loops over the queries of a key tile and
 sums dk. Both sums stay in registers and have one order, at the cost of one product of queries and keys in
 addition to the three required ones. Computing dk in the same pass as e would move float32[s j] through memory
 for every tile of queries.
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import backends, hopper
 from pallas_kernels.hopper import MULTIPROCESSORS
-from pallas_kernels.index_scores.ref import head_weights
+from pallas_kernels.index_scores.xla import head_weights
 from pallas_kernels.summed_attention_probs.tiles import pad_to_multiple, tile_spans
 
 # Only these sizes are timed, on an H200 (2026-11-26, experiments/kernels_h200.jsonl). They follow from shared
@@ -173,7 +173,7 @@ def scores(
         @pl.when((role < 2) & (count > 0))
         def _sum():
             plgpu.set_max_registers(232, action="increase")
-            along_columns = hopper.WGMMA.reduce(0)
+            along_columns = hopper.COLUMN_OF
             weights = [
                 ops.load(w_ref.at[batch, tile, pl.ds(n * columns, columns)], (), along_columns)
                 for n in range(passes)
@@ -386,7 +386,7 @@ def sum_queries(
 
                 def step(head, dk):
                     slot = lax.rem(n * i + head, ring)
-                    weights = ops.load(w_ref.at[batch, head, rows], (), hopper.WGMMA.reduce(0))
+                    weights = ops.load(w_ref.at[batch, head, rows], (), hopper.COLUMN_OF)
                     plgpu.barrier_wait(full.at[slot])
                     dots = ops.dot(
                         ops.zeros(shape), k_tile.at[row_slice], q_ring.at[slot], b_transposed=True

@@ -1,6 +1,16 @@
 """Index scores and their gradients by Mosaic: the sum over heads, and a tile's gradients, stay in VMEM.
 
 Keys lie along sublanes and queries along lanes, so that the weights of a head are a row.
+
+Forward: grid (batch, query tile, key tile). A step has the queries of all heads of its query tile, and sums the
+heads' scores of one tile [keys queries], which it writes once.
+
+Backward: grid (batch, query tile, key tile), over the key tiles that a query tile sees. Per step and head:
+
+1. Recompute the products, and mask the gradient of the scores where they are not positive.
+2. Add to e, from which the gradients of queries and weights follow (`xla.gradients_keys_first`). It stays in VMEM
+   for all key tiles of a query tile.
+3. Add to the gradient of the keys.
 """
 
 from collections.abc import Callable
@@ -13,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.cost import estimate
 from pallas_kernels.index_scores import cost
-from pallas_kernels.index_scores.ref import head_weights
+from pallas_kernels.index_scores.xla import head_weights
 from pallas_kernels.summed_attention_probs.tiles import pad_to_multiple
 from pallas_kernels.summed_attention_probs.tpu import choose_tiles, dot, nearest_tile, tile_span
 
@@ -140,7 +150,7 @@ def gradients(
     visible_pairs: float,
     interpret: object,
 ) -> tuple[Float[Array, "b i j t"], Float[Array, "b s j"]]:
-    """Returns (e float32[b i j t], dk float32[b s j]); a head's e is sum_s [q . k_s > 0] dI_s k_s (see ref).
+    """Returns (e float32[b i j t], dk float32[b s j]); a head's e is sum_s [q . k_s > 0] dI_s k_s (see xla).
 
     read(*blocks, scratch) writes a tile's dI [keys queries] into scratch, from blocks of `pairs` [b s t] and
     `rows` [b r t]. Only the tiles of `summed_attention_probs.tpu.TileVisibility.tiles` are read. visible_pairs:
@@ -226,7 +236,7 @@ def gradients(
 def query_gradients(
     e: Float[Array, "b i j t"], idx_q: Float[Array, "b t i j"], idx_w: Float[Array, "b t i"]
 ) -> tuple[Float[Array, "b t i j"], Float[Array, "b t i"]]:
-    """Returns (dq, dw) for e [b i j t] (see ref)."""
+    """Returns (dq, dw) for e [b i j t] (see xla)."""
     e = e[..., : idx_q.shape[1]].transpose(0, 3, 1, 2)
     scale = idx_q.shape[-1] ** -0.5
     dw = jnp.sum(e * idx_q.astype(jnp.float32), axis=-1) * scale

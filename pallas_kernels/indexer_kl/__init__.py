@@ -4,16 +4,15 @@ p_t is the main attention's probability summed over heads and normalised over th
 (DeepSeek-V3.2, arXiv 2512.02556; GLM-5 paper 2.1.1).
 """
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.summed_attention_probs import check_heads
 
@@ -69,8 +68,8 @@ def indexer_kl(
     return loss, lax.stop_gradient(kl)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kl(static, idx_q, idx_w, idx_k, q, k, lse, weight, *visibility):
+@custom_vjp(1)
+def _kl(static, idx_q, idx_w, idx_k, q, k, lse, weight, *visibility) -> tuple[Array, Array]:
     run = static.backend.function("forward")
     kl = run(static, idx_q, idx_w, idx_k, q, k, lse, *visibility)
     return jnp.sum(weight * kl), kl

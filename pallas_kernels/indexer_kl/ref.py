@@ -1,18 +1,12 @@
-"""KL of the index scores from the attention's probabilities in XLA, in blocks of queries, keys first.
-
-Causality cuts the keys at each block's end where the first query's index is known.
-"""
+"""KL of the index scores from the attention's probabilities: the meaning of the kernel, with all pairs at once."""
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.blocks import join, offsets, query_runs, split
-from pallas_kernels.index_scores.ref import gradients_keys_first, scores_keys_first
+from pallas_kernels.index_scores import ref as index_scores
 from pallas_kernels.mask import HIDDEN, visible
-from pallas_kernels.numerics import accum_dtype
-from pallas_kernels.summed_attention_probs.ref import heads_first, sum_heads
+from pallas_kernels.summed_attention_probs import ref as summed_attention_probs
 
 
 def forward(
@@ -28,7 +22,22 @@ def forward(
     k_segments: Int[Array, "b s"] | None,
 ) -> Float[Array, "b t"]:
     """Returns kl [b t]."""
-    return _over_blocks(static, idx_q, idx_w, idx_k, q, k, lse, None, start, q_segments, k_segments)
+    first = start if static.start is None else static.start
+    target = summed_attention_probs.forward(static, q, k, lse, first, q_segments, k_segments)
+    queries, keys = first + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
+    mask = visible(queries, keys, q_segments, k_segments)
+    return kl_divergence(target, index_scores.forward(static, idx_q, idx_w, idx_k), mask)
+
+
+def kl_divergence(
+    target: Float[Array, "b t k"], scores: Float[Array, "b t k"], mask: Bool[Array, "..."]
+) -> Float[Array, "b t"]:
+    """Returns KL(target, normalised || softmax(scores)) over the keys of a mask; 0 where there are none."""
+    target = jnp.where(mask, target, 0)
+    total = jnp.sum(target, axis=-1, keepdims=True)
+    p = target / jnp.where(total > 0, total, 1)
+    log_softmax = jax.nn.log_softmax(jnp.where(mask, scores, HIDDEN), axis=-1)
+    return jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - log_softmax), 0), axis=-1)
 
 
 def forward_and_gradients(
@@ -47,66 +56,9 @@ def forward_and_gradients(
     Float[Array, "b t"], Float[Array, "b t i j"], Float[Array, "b t i"], Float[Array, "b s j"]
 ]:
     """Returns (kl [b t], dq, dw, dk): the gradients of the sum of weight [b t] times kl."""
-    blocks = (idx_q, idx_w, idx_k, q, k, lse, weight, start, q_segments, k_segments)
-    return _over_blocks(static, *blocks)
 
+    def run(idx_q, idx_w, idx_k):
+        return forward(static, idx_q, idx_w, idx_k, q, k, lse, start, q_segments, k_segments)
 
-def _over_blocks(static, idx_q, idx_w, idx_k, q, k, lse, weight, start, q_segments, k_segments):
-    first = start if static.start is None else static.start
-    s = idx_k.shape[1]
-    keys = heads_first(k)
-    dk = jnp.zeros(idx_k.shape, accum_dtype(idx_k.dtype))
-    outs = []
-    for run in query_runs(idx_q.shape[1], s, first, static.block):
-        k_ids = None if k_segments is None else k_segments[:, : run.keys]
-        run_k = idx_k[:, : run.keys]
-
-        def run_block(dk, args, run=run, k_ids=k_ids, run_k=run_k):
-            offset, idx_q, idx_w, q, lse, weight, q_ids = args
-            query_index = first + offset + jnp.arange(run.size, dtype=jnp.int32)
-            key_index = jnp.arange(run.keys, dtype=jnp.int32)
-            mask = visible(query_index, key_index, q_ids, k_ids).swapaxes(1, 2)
-            target = sum_heads(static.scale, heads_first(q), keys, heads_first(lse), run.keys)
-            kl, dscores = divergence(target, scores_keys_first(idx_q, idx_w, run_k), mask, weight)
-            if weight is None:
-                return dk, kl
-            dq, dw, part = gradients_keys_first(idx_q, idx_w, run_k, dscores)
-            return dk + part, (kl, dq, dw)
-
-        firsts, q_ids = offsets(run, q, q_segments)
-        blocks = (split(x, run, 1) for x in (idx_q, idx_w, q, lse, weight, q_ids))
-        part, out = lax.scan(run_block, dk[:, : run.keys], (firsts, *blocks))
-        # Not `.at[].set`: it is a scatter, and jax 0.11's partitioner crashes on it inside a manual region.
-        dk = lax.dynamic_update_slice_in_dim(dk, part, 0, axis=1)
-        outs.append(jax.tree.map(lambda x: join(x, 1), out))
-    out = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *outs)
-    return out if weight is None else (*out, dk.astype(idx_k.dtype))
-
-
-def divergence(
-    target: Float[Array, "..."],
-    scores: Float[Array, "..."],
-    mask: Bool[Array, "..."],
-    weight: Float[Array, "b t"] | None,
-    axis: int = 1,
-) -> tuple[Float[Array, "b t"], Float[Array, "..."] | None]:
-    """Returns (kl, gradient of weight * kl by the scores), over the keys at `axis`.
-
-    target and scores [b s t] or [b t s] in the accumulation dtype; the target is not normalised. mask: bool that
-    broadcasts to them. weight None: no gradient is returned.
-    """
-    # The barriers keep XLA:CPU from computing the mask and the maximum again for every element.
-    bias = lax.optimization_barrier(jnp.where(mask, 0, HIDDEN).astype(scores.dtype))
-    scores = scores + bias
-    target = jnp.where(mask, target, 0)
-    top = lax.optimization_barrier(jnp.max(scores, axis, keepdims=True))
-    score_lse = top + jnp.log(jnp.sum(jnp.exp(scores - top), axis, keepdims=True))
-    total = jnp.sum(target, axis, keepdims=True)
-    has_keys = total > 0
-    p = target / jnp.where(has_keys, total, 1)
-    log_softmax = scores - score_lse
-    kl = jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - log_softmax), 0), axis)
-    if weight is None:
-        return kl, None
-    weight = jnp.where(has_keys, jnp.expand_dims(weight.astype(kl.dtype), axis), 0)
-    return kl, (jnp.exp(log_softmax) - p) * weight
+    kl, pull = jax.vjp(run, idx_q, idx_w, idx_k)
+    return kl, *pull(weight.astype(kl.dtype))

@@ -1,9 +1,14 @@
 """KL of the index scores from the attention's probabilities by Mosaic, one block of queries at a time.
 
+Grid of each kernel: (batch, query tile, key tile). A tile [keys queries] of scores, target or dI is in VMEM, and
+so are the sums over keys of a query tile.
+
 Three kernels per block: (1) the target (`summed_attention_probs`); (2) the scores and all sums of the KL; (3) the
 gradients, whose tiles of dI are computed in VMEM from target and scores. Target and scores go through memory once.
 Keys lie along sublanes and queries along lanes.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +99,7 @@ def forward_and_gradients(
 
 def _over_blocks(
     static, idx_q, idx_w, idx_k, q, k, lse, weight, start, q_segments, k_segments, interpret
-):
+) -> Any:
     start = start if static.start is None else static.start
     t, s = idx_q.shape[1], idx_k.shape[1]
     pairs = visible_pairs(t, s, static.start)
@@ -103,7 +108,8 @@ def _over_blocks(
     keys, padded_k = pad_to_multiple(k.swapaxes(1, 2), 2, 128), pad_to_multiple(idx_k, 1, 128)
     arrays = (idx_q, idx_w, q, lse, weight, segments_or_ones(q, q_segments))
     arrays = tuple(None if x is None else pad_to_multiple(x, 1, 128) for x in arrays)
-    block = next(size for size in BLOCKS if arrays[0].shape[1] % size == 0)
+    padded_t = -(-t // 128) * 128
+    block = next(size for size in BLOCKS if padded_t % size == 0)
     target_sizes = choose_tiles(block, keys.shape[2], target_kernel.QUERIES, target_kernel.KEYS)
     sizes = choose_tiles(block, keys.shape[2], scores_kernel.QUERIES, scores_kernel.KEYS)
 
@@ -145,7 +151,7 @@ def _over_blocks(
         return dk + part, (kl, *query_gradients(e, idx_q, idx_w))
 
     # Scan over the blocks; dk is summed.
-    count = arrays[0].shape[1] // block
+    count = padded_t // block
     pairs_per_block = pairs / count  # on average: later blocks see more
     blocks = jax.tree.map(lambda x: _cut(x, count), arrays)
     firsts = start + block * jnp.arange(count, dtype=jnp.int32)

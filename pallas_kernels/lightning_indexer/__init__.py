@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Int32, Num
 
 from pallas_kernels import backends
 from pallas_kernels.index_scores import index_scores as index_scores
-from pallas_kernels.lightning_indexer.ref import select as select
+from pallas_kernels.lightning_indexer.xla import select as select
 
 
 class Static(NamedTuple):

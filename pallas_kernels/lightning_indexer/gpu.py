@@ -1,12 +1,15 @@
 """Index scores and their exact selection on Hopper: two kernels over chunks of queries.
 
+Scores: grid (tile of 8 queries, part of their keys). One warpgroup copies keys into a ring, two compute the scores of
+64 keys each for all heads. Selection: `top_k`, one row per query.
+
 The scores of a chunk are written once, as integers that compare like them, and read once; scores of single
 heads stay in registers. Keys lie along the rows of the products, (head, query) along the columns, eight queries
 wide. A thread then holds all heads of its two queries, and sums them without communication.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -301,9 +304,10 @@ def _score(plan, tile, tiles, q, w, keys, *extras, interpret):
 
 def _score_body(ops, plan, chunk, tiles, q, w, keys, *refs):
     refs = list(refs)
-    table = refs.pop(0) if plan.page else None
-    scale = refs.pop(0) if plan.scaled else None
-    q_segments, k_segments = (refs.pop(0), refs.pop(0)) if plan.segmented else (None, None)
+    table: Any = refs.pop(0) if plan.page else None
+    scale: Any = refs.pop(0) if plan.scaled else None
+    q_segments: Any = refs.pop(0) if plan.segmented else None
+    k_segments: Any = refs.pop(0) if plan.segmented else None
     scores, q_tile, k_ring, q_ready, full, free, turn = refs
     warpgroup, part = lax.axis_index("warpgroup"), lax.axis_index("part")
     tile = chunk[0] + lax.axis_index("tile")
@@ -359,7 +363,7 @@ def _score_body(ops, plan, chunk, tiles, q, w, keys, *refs):
     # Compute warpgroups: scores of 64 keys each.
     def add():
         plgpu.set_max_registers(232, action="increase")
-        along_rows, along_columns = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+        along_rows, along_columns = hopper.ROW_OF, hopper.COLUMN_OF
         weights = [
             ops.load(w.at[tile, pl.ds(n * columns, columns)], (), along_columns)
             for n in range(plan.passes)

@@ -10,7 +10,7 @@ sequence has 1, 2, 4 or 8 of them, and a program processes sequences with 8 rows
 
 import functools
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +204,7 @@ def _room(groups, s, k):
     return groups * SUBLANES * 4 * (s + 2 * min(k, s))
 
 
-def _pad(x, axis, amount):
+def _pad(x: Any, axis: int, amount: int) -> Any:
     """Pads x with zeros at the end, or returns None for None."""
     if x is None or not amount:
         return x

@@ -12,7 +12,7 @@ head, which are de-interleaved by exact products with permutations. Processors w
 common weights together; the emulator has no barrier for that and runs each processor separately.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def forward(
     rotation = HeadRotation(head, cos.reshape(b * t, -1), sin.reshape(b * t, -1))
     columns = w["q_b"].reshape(q, n * head)
     (queries,) = project(c_q.reshape(b * t, q), (columns,), rotation, interpret=interpret)
-    if cache is not None:
+    if cache is not None and slots is not None:
         row = jnp.where(slots < 0, cache.shape[0], slots).reshape(-1)
         rows = latent.reshape(-1, latent.shape[-1]).astype(cache.dtype)
         cache = cache.at[row].set(rows, mode="drop", unique_indices=True)
@@ -191,7 +191,9 @@ def _call(plan: ProjectionPlan, interpret):
     ops = hopper.Ops(interpret)
     rows, width, columns = plan.rows, plan.width, plan.columns
 
-    def body(*refs, x_tiles, w_tiles, full, free, sums, permutations=None, ready=None):
+    def body(
+        *refs, x_tiles, w_tiles, full, free, sums, permutations: Any = None, ready: Any = None
+    ):
         count = len(plan.blocks)
         x, weights, tables, outs = (
             refs[0],
@@ -269,7 +271,7 @@ def _call(plan: ProjectionPlan, interpret):
             # Rotates the last columns of a head.
             def rotate_tail():
                 tail = lax.slice(y, (0, width - PIECE), (rows, width))
-                rotated = 0
+                rotated: Any = 0
                 for n in range(2):
                     permuted = ops.dot(ops.zeros((rows, PIECE)), tail, permutations.at[n])
                     rotated += permuted * ops.load(tables[1].at[n, row_slice]).astype(jnp.float32)
@@ -315,7 +317,7 @@ def _call(plan: ProjectionPlan, interpret):
             used_bytes += 2 * PIECE * PIECE * x.dtype.itemsize
         ring = (BUDGET - used_bytes) // (STEP * (rows + columns) * x.dtype.itemsize)
         ring = min(max(ring, 2), RING)  # float32, which only the emulator takes, may need more
-        free = {"num_barriers": ring, "num_arrivals": READERS}
+        free: Any = {"num_barriers": ring, "num_arrivals": READERS}
         if plan.pair > 1:
             free = plgpu.ClusterBarrier(collective_axes=("pair",), **free)
         else:

@@ -30,7 +30,7 @@ def forward(
     c_kv, k_rope = jnp.split(c, [w["kv_a_norm"].shape[0]], axis=-1)
     c_kv = rms_norm(c_kv, w["kv_a_norm"], static.eps)
     latent = jnp.concatenate([c_kv, rotate(k_rope, cos, sin)], axis=-1)
-    if cache is not None:
+    if cache is not None and slots is not None:
         row = jnp.where(slots < 0, cache.shape[0], slots).reshape(-1)
         rows = latent.reshape(-1, latent.shape[-1]).astype(cache.dtype)
         cache = cache.at[row].set(rows, mode="drop", unique_indices=True)

@@ -101,7 +101,7 @@ def forward(
     ]
     # The cache is aliased to an output, and its tiles are prefetched scalars.
     aliases, prefetched = {}, []
-    if cache is not None:
+    if cache is not None and slots is not None:
         tile = _tile_rows(dtype)
         prefetched = _cache_tiles(
             jnp.pad(slots.reshape(m), (0, total - m), constant_values=-1), tile, tokens

@@ -1,4 +1,11 @@
-"""Row scatter on a TPU: one asynchronous copy per row, all in flight together."""
+"""Row scatter on a TPU: one asynchronous copy per row, all in flight together.
+
+Grid: (1). Rows and new rows stay in HBM, and the result is the same memory as the rows. Only the places are on the
+chip, in scalar memory; more than fit are several calls.
+
+1. Start a copy for each place that is not negative.
+2. Wait for all of them on one semaphore.
+"""
 
 import jax
 import jax.numpy as jnp

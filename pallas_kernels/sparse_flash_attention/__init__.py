@@ -1,13 +1,12 @@
 """MLA over selected latents (DeepSeek Sparse Attention): after selection, work is linear in the length."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 from pallas_kernels.sparse_flash_attention.word_rows import LANES, RowLayout, WordRows
 
 __all__ = [
@@ -93,8 +92,8 @@ def paged_sparse_attention(
     return backend.function("paged")(static, q, pages, page_table, topk)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sparse(static, q, latents, topk):
+@custom_vjp(1)
+def _sparse(static, q, latents, topk) -> tuple[Array, Array, Array]:
     return static.backend.function("forward")(static, q, latents, topk)
 
 

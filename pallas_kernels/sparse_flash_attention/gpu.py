@@ -27,8 +27,8 @@ from pallas_kernels.sparse_flash_attention.gpu_backward import (
     spread,
 )
 from pallas_kernels.sparse_flash_attention.gpu_forward import ROWS, TILE, attend, num_parts
-from pallas_kernels.sparse_flash_attention.ref import find_rows
 from pallas_kernels.sparse_flash_attention.word_rows import WordRows
+from pallas_kernels.sparse_flash_attention.xla import find_rows
 
 MAX_WIDTH = 576  # columns of a latent that fit shared memory
 MAX_VALUE_WIDTH = 512  # more would need a third warpgroup, which would wait forever for registers
@@ -72,10 +72,13 @@ def forward(
     blocks = _Blocks(q, latents)
     lists = blocks.lists(topk)
     cuts = num_pieces(*lists[0].shape)
+    rows, members, counts = _cut(lists, cuts)
     out, lse, top = attend(
         jnp.repeat(blocks.stack(q, width), cuts, axis=0),
         blocks.table(latents, width),
-        *_cut(*lists, cuts),
+        rows,
+        members,
+        counts,
         blocks.bits(),
         scale=static.scale,
         value_dim=values,
@@ -140,8 +143,9 @@ def num_pieces(blocks: int, capacity: int) -> int:
     return cuts
 
 
-def _cut(rows, members, count, cuts: int):
+def _cut(lists, cuts: int):
     """Splits each block's lists into those of `cuts` blocks with equally many tiles."""
+    rows, members, count = lists
     capacity = rows.shape[1] // cuts
     first = capacity * jnp.arange(cuts, dtype=jnp.int32)
     count = jnp.clip(count[:, None] - first, 0, capacity).reshape(-1)
@@ -180,12 +184,14 @@ def backward(
 
     # Gradients of one step, added to the totals.
     def step(totals, inputs):
-        q, dout, *lists, lse, delta = inputs
+        q, dout, rows, members, counts, lse, delta = inputs
         dq, scores = score(
             q,
             dout,
             table,
-            *lists,
+            rows,
+            members,
+            counts,
             blocks.bits(),
             lse,
             delta,
@@ -193,10 +199,10 @@ def backward(
             value_dim=values,
             interpret=interpret,
         )
-        rows, members, _ = lists
         shared = _share_latents(rows, members, latent_rows)
         sums = spread(
-            *(x.reshape(-1, SHARING, *x.shape[1:]) for x in (q, dout)),
+            q.reshape(-1, SHARING, *q.shape[1:]),
+            dout.reshape(-1, SHARING, *dout.shape[1:]),
             scores.reshape(-1, scores.shape[-1]),
             shared.places,
             shared.count,

@@ -64,7 +64,7 @@ def score(
     parts = -(-x // MAX_PART_WIDTH)
     part = x // parts
     scorer, loader = parts, parts + 1
-    row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+    row_of, column_of = hopper.ROW_OF, hopper.COLUMN_OF
     ops = hopper.Ops(interpret)
 
     def body(

@@ -1,4 +1,14 @@
-"""Kernel of `gpu.forward`: a block of rows against its list of latents."""
+"""Kernel of `gpu.forward`: a block of rows against its list of latents.
+
+Grid: (block of 64 rows). Shared memory holds the rows' queries, a ring of two gathered tiles of latents, and one
+tile of weights with a factor per row.
+
+- A loader warpgroup gathers the tiles.
+- A weight warpgroup computes logits and the online softmax, and writes weights and rescaling factors.
+- The other warpgroups each sum some columns of the values in registers.
+
+Products of one tile run during the softmax of the next.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +57,7 @@ def attend(
     part = value_dim // parts
     weigher, loader = parts, parts + 1
     # Layouts of one number per row and per column.
-    row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+    row_of, column_of = hopper.ROW_OF, hopper.COLUMN_OF
     ops = hopper.Ops(interpret)
 
     def body(

@@ -13,7 +13,7 @@ the blocks in order: only one core at a time reads, adds to and writes a row's g
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,8 +130,8 @@ def backward(
     """Returns (dq, dlatents) for the inputs of `forward`, its out and lse, and the gradient of out."""
 
     @sequential_vmap
-    def run(*args):
-        return _differentiate(static, *args, interpret)
+    def run(q, latents, topk, out, lse, dout):
+        return _differentiate(static, q, latents, topk, out, lse, dout, interpret)
 
     return run(*saved, dout)
 
@@ -247,7 +247,9 @@ def _attend(static, q, rows, union, pages, k: int, interpret):
 def _attend_block(counts, places, members, q, rows, *refs, heads, scale, layout, pages, unroll):
     """Processes one block of queries: the online softmax over its union, tile by tile."""
     # Unpack the refs.
-    table, refs = (None, refs) if pages is None else (refs[0], refs[1:])
+    table: Any = None
+    if pages is not None:
+        table, *refs = refs
     out, stats, *buffers, arrived, top, total, acc = refs
     tile, room = buffers[0].shape[0], members.shape[1]
     pairs = _pairs(counts, tile)

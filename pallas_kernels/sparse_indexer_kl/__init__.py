@@ -3,16 +3,15 @@
 Both distributions are normalised over a query's selected keys (DeepSeek-V3.2, arXiv 2512.02556).
 """
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import backends
+from pallas_kernels.custom_gradients import custom_vjp
 from pallas_kernels.numerics import accum_dtype
 
 
@@ -62,8 +61,8 @@ def sparse_indexer_kl(
     return loss, lax.stop_gradient(kl)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kl(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk):
+@custom_vjp(1)
+def _kl(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk) -> tuple[Array, Array]:
     kl = static.backend.function("forward")(static, idx_q, idx_w, idx_k, q, latents, lse, topk)
     return jnp.sum(weight * kl), kl
 

@@ -14,6 +14,7 @@ to and read from memory once.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import backends, hopper
 from pallas_kernels.index_scores import gpu as scores_kernel
-from pallas_kernels.index_scores.ref import head_weights
+from pallas_kernels.index_scores.xla import head_weights
 from pallas_kernels.indexer_kl.gpu import compare
 from pallas_kernels.numerics import LOG2E
 from pallas_kernels.segment_sum import BLOCK_ROWS, segment_sum
@@ -99,7 +100,7 @@ def forward_and_gradients(
     return _in_steps(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, interpret)
 
 
-def _in_steps(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, interpret):
+def _in_steps(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, interpret) -> Any:
     """Runs the queries of all sequences in steps, over one table of latents and one of index keys."""
     # Split the queries into steps, over tables of all sequences.
     (b, t, _, j), s = idx_q.shape, idx_k.shape[1]
@@ -137,7 +138,7 @@ def _in_steps(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, interp
         scores = sum_heads(score, queries, weights, keys, rows, interpret)
         is_selected = rows >= 0
         kl, dscores = compare(jnp.where(is_selected, target, 0), scores, is_selected, weight)
-        if weight is None:
+        if dscores is None:
             return dk, kl
         e, parts = pull_rows(queries, weights, keys, dscores, rows, interpret)
         dk = _add(dk, parts, rows, interpret)
@@ -188,7 +189,7 @@ def sum_heads(
     rows int32[g k] of table [s x] (-1: zeros); numbers float32[g n]; n is a multiple of 8.
     """
     (g, n, x), k = q.shape, rows.shape[1]
-    row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+    row_of, column_of = hopper.ROW_OF, hopper.COLUMN_OF
     ops = hopper.Ops(interpret)
 
     def body(q_ref, numbers_ref, table_ref, rows_ref, out_ref, *, queries, queries_in, keys):
@@ -251,7 +252,7 @@ def pull_rows(
     q [g i j]; w float32[g i]: head weights; table [s j]; rows int32[g k] of it. i is a multiple of 32.
     """
     (g, i, j), k = q.shape, rows.shape[1]
-    row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+    row_of, column_of = hopper.ROW_OF, hopper.COLUMN_OF
     tiled = hopper.tile_transforms(q.dtype, SWIZZLE)
     ops = hopper.Ops(interpret)
 

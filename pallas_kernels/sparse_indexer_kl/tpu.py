@@ -4,6 +4,8 @@ Grid: (batch, query). XLA gathers the rows of a block of queries and adds the gr
 along lanes, so that scores and probabilities of a query are rows, and a sum over heads is one over sublanes.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,11 +15,11 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.cost import estimate
-from pallas_kernels.index_scores.ref import head_weights
+from pallas_kernels.index_scores.xla import head_weights
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
 from pallas_kernels.sparse_indexer_kl import cost
-from pallas_kernels.sparse_indexer_kl.ref import add_rows, gather_rows
+from pallas_kernels.sparse_indexer_kl.xla import add_rows, gather_rows
 from pallas_kernels.summed_attention_probs.tpu import dot
 
 # Not measured. 2048 rows of 576 and 128 columns in bfloat16 take 2.75 MiB, logits of 64 heads 0.5 MiB,
@@ -77,7 +79,7 @@ def forward_and_gradients(
     return _over_blocks(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, interpret)
 
 
-def _over_blocks(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, interpret):
+def _over_blocks(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, interpret) -> Any:
     def run_block(dk, args):
         idx_q, idx_w, q, lse, weight, topk = args
         w = head_weights(idx_q, idx_w)
@@ -102,7 +104,7 @@ def _over_blocks(static, idx_q, idx_w, idx_k, q, latents, lse, weight, topk, int
     return out if weight is None else (*out, dk.astype(idx_k.dtype))
 
 
-def _queries(scale, idx_q, w, key_rows, q, rows, lse, weight, topk, interpret):
+def _queries(scale, idx_q, w, key_rows, q, rows, lse, weight, topk, interpret) -> Any:
     """Returns kl [b t], and with weight also e [b t i j] and the gradients of key_rows.
 
     Inputs: idx_q [b t i j], w [b t i], key_rows [b t k j], q [b t n x], rows [b t k x], lse [b t n], weight [b

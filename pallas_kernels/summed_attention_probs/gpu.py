@@ -93,7 +93,7 @@ def sum_heads(
         jnp.int32
     )
     lse = LOG2E * lse.astype(jnp.float32).swapaxes(1, 2)
-    row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
+    row_of, column_of = hopper.ROW_OF, hopper.COLUMN_OF
     ops = hopper.Ops(interpret)
 
     def body(
@@ -158,10 +158,12 @@ def sum_heads(
                     for piece in range(pieces):
                         slot = lax.rem((2 * head + half) * pieces + piece, RING)
                         plgpu.barrier_wait(full.at[slot])
-                        options = {"on_issued": yield_turn} if piece == pieces - 1 else {}
+                        on_issued = yield_turn if piece == pieces - 1 else lambda: None
                         queries = q_ring.at[slot_of_queries, row_slice, pl.ds(piece * width, width)]
                         keys = k_ring.at[slot]
-                        logits = ops.dot(logits, queries, keys, b_transposed=True, **options)
+                        logits = ops.dot(
+                            logits, queries, keys, b_transposed=True, on_issued=on_issued
+                        )
                         plgpu.barrier_arrive(free.at[slot])
                     if half == 1:
                         plgpu.barrier_arrive(q_free.at[slot_of_queries])

@@ -193,7 +193,7 @@ def _entries(group_sizes, m: int, rows: int) -> RowTileEntries:
 def _call(plan: W4A8Plan, out_dtype, interpret):
     ops = hopper.Ops(interpret)
     steps = plan.groups * plan.group // STEP
-    along_columns = hopper.WGMMA.reduce(0)
+    along_columns = hopper.COLUMN_OF
 
     def body(
         x, x_scale, w, w_scale, expert, first, several, begin, end, count, out,
@@ -395,7 +395,7 @@ def multiply(ops, pairs):
             plgpu.wgmma(total, a, compat.transpose_ref(b))
         return [total[...] for total in sums]
 
-    return pl.run_scoped(run, *[plgpu.ACC(shape, jnp.int32)] * len(pairs))
+    return pl.run_scoped(run, *[hopper.Accumulator(shape, jnp.int32)] * len(pairs))
 
 
 def copy_rows_by_bits(tile, first, count, out, target, columns):

@@ -73,11 +73,11 @@ def spread_scales(ops: hopper.Ops, numbers):
     v = numbers.shape[0] // 32
     if ops.is_emulated:
         return list(_by_row(numbers[...], v))
-    row = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=hopper.WGMMA.reduce(1))
+    row = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=hopper.ROW_OF)
     run = plgpu.inline_mgpu(arg_types=(column_layout(v),), return_type=[row] * (v // 2))
 
     def spread_scales(_, numbers):
-        return [_array(x, hopper.WGMMA.reduce(1)) for x in to_rows(numbers.registers, v)]
+        return [_array(x, hopper.ROW_OF) for x in to_rows(numbers.registers, v)]
 
     return run(spread_scales)(ops.load(numbers, (), column_layout(v)))
 
@@ -139,10 +139,10 @@ def to_operands(registers, v: int, do=MlirRegisters()):
     operands = [np.empty(shape, object) for _ in range(v // 2)]
     steps = ROWS // 16
     for h in range(steps):
-        rows = [do.word(registers[h, 0, 0, 0, b, 0, 0], v) for b in range(4)]
+        row0, row1, row2, row3 = (do.word(registers[h, 0, 0, 0, b, 0, 0], v) for b in range(4))
         for pair in range(v // 2):  # word by word, byte i of each row
             pick = 0x7362 if pair else 0x5140
-            first, second = do.permute(*rows[:2], pick), do.permute(*rows[2:], pick)
+            first, second = do.permute(row0, row1, pick), do.permute(row2, row3, pick)
             for e, pick in enumerate((0x5410, 0x7632)):
                 low, high = do.halves(do.permute(first, second, pick))
                 operands[pair][0, h, 0, 0, e, 0, 0, 0, 0] = do.bytes(low)
@@ -153,7 +153,7 @@ def to_operands(registers, v: int, do=MlirRegisters()):
 def to_rows(registers, v: int, do=MlirRegisters()):
     """Returns the registers of one number per row of each operand, from those in `column_layout`."""
     (register,) = registers.flat
-    shape = hopper.WGMMA.reduce(1).to_mgpu().registers_shape((64,))
+    shape = hopper.ROW_OF.to_mgpu().registers_shape((64,))
     rows = [np.empty(shape, object) for _ in range(v // 2)]
     for i in range(v):
         rows[i // 2].flat[i % 2] = do.vector([do.element(register, i)])

@@ -5,7 +5,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
-from pallas_kernels.grouped_matmul.ref import ExpertRows, spans
+from pallas_kernels.grouped_matmul.xla import ExpertRows, spans
 from pallas_kernels.w4a8_matmul.quantize import unpack_int4
 
 
@@ -19,8 +19,8 @@ def forward(
 ) -> Float[Array, "m n"]:
     """Returns [m n]; group_sizes None: weights without a leading expert axis."""
 
-    def block(*args):
-        return (matmul(*args, static.out_dtype),)
+    def block(x, x_scale, w, w_scale):
+        return (matmul(x, x_scale, w, w_scale, static.out_dtype),)
 
     arrays, weights = (x, x_scale[:, None]), (w, w_scale)
     if group_sizes is None:

@@ -1,5 +1,8 @@
 """Int8 rows times int4 weights for TPU (Mosaic).
 
+Grid: (column tile, schedule entry). A step has one tile of rows over the full contraction, one column tile of one
+group's packed weights, and their float32 sums.
+
 Tiles of rows are paired with the column tiles of their group's weights as in `grouped_matmul.tpu`; weights
 without experts are those of one group. Bytes are unpacked in VMEM, 32 bits at a time. Each half byte, left in
 its place, is sixteen times its integer in two's complement: one mask gives the high integers, and a shift with

@@ -15,7 +15,7 @@ from glm5_jax.envs.reasoning.python_tool import PYTHON, Python
 from glm5_jax.envs.sandbox import ExecResult
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.rollouts.rollout import ToolError
-from glm5_jax.rl.types import Task, settled
+from glm5_jax.rl.types import Task, reward_without_verifier
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, calling
@@ -25,7 +25,7 @@ SLOW = {
     "function": {"name": "slow", "parameters": {"properties": {"seconds": {}}}},
 }
 ASKED = ({"role": "user", "content": "6*7?"},)
-TASK = Task("t", "tir", ASKED, tools=(*chat_tasks.shop_tools(), SLOW))
+TASK = Task(id="t", kind="tir", messages=ASKED, tools=(*chat_tasks.shop_tools(), SLOW))
 COUNTER = TokenCounter(Tokenizer.default())
 CONFIG = LoopConfig(max_turns=8, context=ContextConfig(None, None))
 PRODUCT = ("calculate", {"expression": "6*7"})
@@ -59,7 +59,7 @@ def answers(trace):
 def test_calls_are_answered_until_there_is_an_answer():
     client, trace = attempt([[PRODUCT], "42"], fields={"temperature": 0.5})
     assert trace.ended == "answer" and trace.attempt.reply == "42"
-    assert settled(trace.attempt) is None
+    assert reward_without_verifier(trace.attempt) is None
     [first, second] = client.asked
     assert first[0] == list(ASKED) and second[0] == [*ASKED, *trace.messages[:-1]]
     reply, result = trace.messages[:-1]
@@ -182,7 +182,10 @@ HUGE = ServerError("the prompt has 99 tokens", 400)
 def test_ends_without_an_answer_are_worth_nothing(replies, limits, ended, num_messages):
     client, trace = attempt(replies, **limits)
     assert trace.ended == ended and len(trace.messages) == num_messages
-    assert trace.attempt.finish_reason == "length" and settled(trace.attempt).value == 0
+    assert (
+        trace.attempt.finish_reason == "length"
+        and reward_without_verifier(trace.attempt).value == 0
+    )
     assert len(client.asked) <= limits.get("max_turns", 8)
 
 

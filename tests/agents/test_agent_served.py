@@ -11,11 +11,12 @@ from glm5_jax.agents.context import OMITTED, Context, ContextConfig, TokenCounte
 from glm5_jax.agents.loop import ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.rl.types import Task
 from tests.rl.test_tool_chats import LENGTH, LOOK, TOKENIZER, policy
 
-TASK = Task("t", "any", ({"role": "user", "content": "?"},), tools=(LOOK,))
+TASK = Task(id="t", kind="any", messages=({"role": "user", "content": "?"},), tools=(LOOK,))
 COUNTER = TokenCounter(TOKENIZER)
 OWN = COUNTER.prompt(TASK)
 CONTEXTS = (ContextConfig(None, None), ContextConfig(1, None), ContextConfig(1, OWN + 30))
@@ -50,7 +51,9 @@ async def attempts(url, config):
 @pytest.mark.slow
 def test_whatever_is_written_is_read_again_and_counted():
     options = dict(max_num_seqs=12, max_length=LENGTH, page_size=32, prefill_chunk=64)
-    server = Server(Engine(policy(), TOKENIZER, **options), TOKENIZER, ServerConfig(port=0))
+    server = Server(
+        Engine(policy(), TOKENIZER, EngineConfig(**options)), TOKENIZER, ServerConfig(port=0)
+    )
     ended, several, omitted, restarts = set(), 0, 0, 0
     with server.running() as url:
         for context in CONTEXTS:

@@ -14,7 +14,7 @@ from glm5_jax.inference.request import Completion
 from glm5_jax.rl.orchestrator.client import JsonClient
 from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
 from glm5_jax.rl.rollouts.rollout import RolloutConfig, Rollouts
-from glm5_jax.rl.types import Reward, Task, settled
+from glm5_jax.rl.types import Reward, Task, reward_without_verifier
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import Engine
 
@@ -26,7 +26,7 @@ ADD = {
         "parameters": {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
     },
 }
-TASK = Task("t", "tir", ({"role": "user", "content": "2+3?"},), tools=(ADD,))
+TASK = Task(id="t", kind="tir", messages=({"role": "user", "content": "2+3?"},), tools=(ADD,))
 WHOLE = "<tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>"
 CUT = WHOLE.removesuffix("</tool_call>")
 TWICE = WHOLE.replace("</tool_call>", "<arg_key>a</arg_key><arg_value>3</arg_value></tool_call>")
@@ -38,7 +38,7 @@ async def add(task, arguments):
 
 
 def verdict(attempt):
-    return settled(attempt) or Reward(float(attempt.reply.endswith("5")))
+    return reward_without_verifier(attempt) or Reward(float(attempt.reply.endswith("5")))
 
 
 class InProcess:
@@ -87,7 +87,7 @@ def over_a_gateway(texts):
 
     async def run(url):
         async with JsonClient() as client:
-            await client.ask("POST", f"{url}/sessions", {"id": "s"}, seconds=30)
+            await client.request("POST", f"{url}/sessions", {"id": "s"}, timeout_s=30)
         async with ChatClient(f"{url}/sessions/s") as client:
             return await ChatAgent(
                 client=client, tools=Toolbox({"add": add}), counter=counter, config=config

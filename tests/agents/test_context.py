@@ -15,7 +15,7 @@ from glm5_jax.text.tokenizer import Tokenizer
 TOKENIZER = Tokenizer.default()
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 ASKED = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who was it?"})
-TASK = Task("t", "search", ASKED, tools=(LOOK,))
+TASK = Task(id="t", kind="search", messages=ASKED, tools=(LOOK,))
 COUNTER = TokenCounter(TOKENIZER)
 OWN = COUNTER.prompt(TASK)
 

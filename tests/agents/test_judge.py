@@ -207,7 +207,7 @@ def test_one_failure_of_the_server_among_others_leaves_it_open():
         (lambda body: web.json_response({"error": {"message": "full"}}, status=503), "full"),
         (
             lambda body: web.Response(text="<html>", status=502),
-            r"no JSON of an API \(502.*: <html>",
+            r"not the JSON of an API \(502.*: <html>",
         ),
         (lambda body: web.json_response({"choices": []}), "not a chat completion"),
         (lambda body: web.json_response([1]), "not a chat completion"),

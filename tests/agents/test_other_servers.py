@@ -9,12 +9,15 @@ from glm5_jax.agents.context import ContextConfig, TokenCounter
 from glm5_jax.agents.loop import BROKEN_CALL, ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.data import chat_tasks
-from glm5_jax.rl.types import Task, settled
+from glm5_jax.rl.types import Task, reward_without_verifier
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, calling
 
 TASK = Task(
-    "t", "tir", ({"role": "user", "content": "6*7?"},), tools=tuple(chat_tasks.shop_tools())
+    id="t",
+    kind="tir",
+    messages=({"role": "user", "content": "6*7?"},),
+    tools=tuple(chat_tasks.shop_tools()),
 )
 BOX = Toolbox({"calculate": calculate})
 CONFIG = LoopConfig(max_turns=4, context=ContextConfig(None, None))
@@ -44,7 +47,9 @@ def test_keeps_reasoning_that_a_server_calls_otherwise(other):
 def test_ends_an_attempt_at_a_call_that_cannot_be_parsed(written):
     client, trace = attempt(calling(PRODUCT, ("calculate", written)), "42")
     assert trace.ended == BROKEN_CALL and len(client.asked) == 1 and trace.error
-    assert trace.attempt.finish_reason == "stop" and settled(trace.attempt).value == 0
+    assert (
+        trace.attempt.finish_reason == "stop" and reward_without_verifier(trace.attempt).value == 0
+    )
 
 
 @pytest.mark.parametrize(("written", "sent"), [("{6*7", "{}"), ("[6]", "{}"), (OURS, OURS)])

@@ -30,7 +30,7 @@ def answer(expression):
 
 
 def task(tools=SHOP):
-    return Task("t", "tir", ({"role": "user", "content": "?"},), tools=tools)
+    return Task(id="t", kind="tir", messages=({"role": "user", "content": "?"},), tools=tools)
 
 
 async def order(task, arguments):

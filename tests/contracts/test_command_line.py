@@ -10,7 +10,7 @@ import typing
 from collections.abc import Iterator
 
 from glm5_jax.runtime.config_flags import to_mutable
-from launch import run
+from launch import command_line as flags
 from tests.contracts.source_tree import ROOT
 
 GOLDEN = ROOT / "tests" / "goldens" / "command_line.txt"
@@ -19,9 +19,9 @@ GOLDEN = ROOT / "tests" / "goldens" / "command_line.txt"
 def command_line() -> str:
     """One line for each flag of a run of `pretrain.py`: its name and the type of its value."""
     argv = ["run", f"--experiment={ROOT}/experiments/pretrain.py:tiny"]
-    mutable = to_mutable(run.load(argv[1].partition("=")[2])[1])
+    mutable = to_mutable(flags.load(argv[1].partition("=")[2])[1])
     lines = [
-        f"--{name}\n" for name in run.define(mutable, argv) if not name.startswith("experiment.")
+        f"--{name}\n" for name in flags.define(mutable, argv) if not name.startswith("experiment.")
     ]
     return "".join(lines + list(fields(mutable, "--experiment")))
 

@@ -30,7 +30,7 @@ NETWORK_FILES = (
     "gateway",
     "service",
     "task_service",
-    "weight_sync",
+    "engine_connection",
 )
 PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", "execv", "execve")
@@ -101,6 +101,57 @@ def test_the_table_means_what_the_design_says():
         ("experiments", "launch"),
     ]:
         assert not may_import(source, target), (source, target)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Returns {module: modules of ours that it imports}, imports inside functions included."""
+    modules = {module_name(path): path for path in python_files(*PACKAGES)}
+    graph = {}
+    for name, path in modules.items():
+        # `from package import name` imports a module, or the module that defines the name.
+        targets = (
+            entry.name if entry.name in modules else entry.name.rpartition(".")[0]
+            for entry in imports(path)
+        )
+        graph[name] = {target for target in targets if target in modules} - {name}
+    return graph
+
+
+def module_name(path: pathlib.PurePosixPath) -> str:
+    """Returns the dotted name of a file; a package's is that of its folder."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def find_circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Returns the sets of several modules that all import each other, directly or over others."""
+    reachable = {name: reach(graph, name) for name in graph}
+    circles = []
+    for name, targets in reachable.items():
+        circle = {target for target in targets if name in reachable[target]}
+        if len(circle) > 1 and circle not in circles:
+            circles.append(circle)
+    return circles
+
+
+def reach(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Returns all nodes that edges lead to from a node; the node itself only if it is on a circle."""
+    nodes, pending = set(), [start]
+    while pending:
+        new = graph[pending.pop()] - nodes
+        nodes |= new
+        pending += new
+    return nodes
+
+
+def test_finds_circles_over_several_modules():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert find_circles(graph) == [{"a", "b", "c"}, {"d", "e"}]
+
+
+@pytest.mark.usefixtures("parsed")
+def test_imports_have_no_circles():
+    circles = find_circles(import_graph())
+    assert not circles, "\n".join(", ".join(sorted(circle)) for circle in circles)
 
 
 def test_the_readme_is_built_on_what_is_imported():

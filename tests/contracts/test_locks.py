@@ -46,6 +46,13 @@ def test_locks_keep_to_the_ranges_of_setup_cfg(tag):
         )
 
 
+@pytest.mark.parametrize("tag", TAGS)
+def test_keeps_lock_of_documentation_to_its_ranges(tag):
+    pins = lock(tag, "docs")
+    for requirement in asked("docs"):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+
+
 def test_the_two_locks_are_the_two_ends_of_the_jax_range():
     assert lock("py311", "run")["jax"].startswith("0.10.")
     assert lock("py312", "run")["jax"].startswith("0.11.")

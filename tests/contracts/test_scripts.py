@@ -73,6 +73,15 @@ def test_a_second_start_installs_nothing(installed):
     assert set_up(installed).stdout == f"{installed}/.venv\n"
 
 
+def test_environment_has_command_that_runs_from_any_folder(installed, tmp_path):
+    set_up(installed)
+    (tmp_path / "launch.py").write_text("raise SystemExit('imported from the folder of the call')")
+    command = [installed / ".venv" / "bin" / "glm5", "--help"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "glm5 serve FOLDER" in done.stdout
+
+
 def test_a_changed_lock_is_installed(installed):
     with open(installed / "launch" / "requirements" / "py311-run.txt", "a") as lock:
         lock.write("more==1\n")

@@ -16,6 +16,7 @@ SURFACE = (
     "render_chat",
     "parse_reply",
     "Engine",
+    "EngineConfig",
     "train",
     "evaluate",
 )

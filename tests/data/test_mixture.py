@@ -125,10 +125,19 @@ def test_a_split_without_documents_is_refused_and_named(tmp_path):
     empty = _source(tmp_path, "empty", ["", ""])
     with pytest.raises(ValueError, match=r"a.jsonl' has no held-out document: 1 document"):
         held_out_rows(_config(source), source, TOKENIZER)
-    with pytest.raises(ValueError, match=r"empty.jsonl' has no training document: 2 document"):
+    message = r"empty.jsonl' has no training document: 2 document\(s\), all empty; give files with"
+    with pytest.raises(ValueError, match=message):
         open_training_sources(_config(empty), TOKENIZER)
     with pytest.raises(ValueError, match="no training document"):
         open_training_sources(_config(source, held_out_fraction=1 - 1e-12), TOKENIZER)
+
+
+def test_names_kind_that_divides_single_text(tmp_path):
+    (tmp_path / "my.txt").write_text("First.\n\nSecond.\n")
+    source = SourceConfig(kind="text", path=str(tmp_path / "my.txt"))
+    message = r"1 document\(s\), which cannot be divided; use kind 'passages'"
+    with pytest.raises(ValueError, match=message):
+        held_out_rows(_config(source), source, TOKENIZER)
 
 
 def test_the_shipped_sources_have_both_splits():

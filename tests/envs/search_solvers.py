@@ -79,4 +79,4 @@ async def attempt(task, solver) -> Attempt:
         return answer
 
     said = await solver(task, call)
-    return Attempt((*messages, {"role": "assistant", "content": said}))
+    return Attempt(messages=(*messages, {"role": "assistant", "content": said}))

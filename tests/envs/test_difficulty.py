@@ -17,7 +17,9 @@ PASSES = {
     "solved": (8, 8),
     "odd": (3, 0),
 }
-TASKS = [Task(name, "math" if len(name) < 5 else "science", ASKED) for name in PASSES]
+TASKS = [
+    Task(id=name, kind="math" if len(name) < 5 else "science", messages=ASKED) for name in PASSES
+]
 STUDENT, TEACHER = ({name: Verdicts(p[i], 8) for name, p in PASSES.items()} for i in (0, 1))
 
 

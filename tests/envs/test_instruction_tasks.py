@@ -35,7 +35,7 @@ def test_all_demands_of_a_task_can_be_kept_together():
 
 def test_who_does_as_asked_is_worth_one_and_who_says_nothing_nothing_each_time():
     def worth(task, *messages, **ended):
-        attempt = Attempt(messages, **ended)
+        attempt = Attempt(messages=messages, **ended)
         found = [asyncio.run(Instructions()(task, attempt)) for _ in range(2)]
         assert found[0] == found[1]
         return found[0].value

@@ -427,7 +427,7 @@ def test_loose_reads_without_first_and_last_line_and_stars():
 
 def judged(verifier, task, reply, **attempt):
     said = ({"role": "assistant", "content": reply},)
-    return asyncio.run(verifier(task, Attempt(said, **attempt)))
+    return asyncio.run(verifier(task, Attempt(messages=said, **attempt)))
 
 
 def test_the_reward_is_all_or_a_share():
@@ -463,7 +463,7 @@ def test_the_same_kind_twice_makes_two_parts():
 def test_what_the_policy_did_not_do_is_no_zero():
     got = judged(Instructions(), task(ROW), '"hi"', finish_reason="failed", error="engine died")
     assert got.value is None and got.error == "engine died"
-    broken = Task("x", "instructions", task(ROW).messages, {"kwargs": []})
+    broken = Task(id="x", kind="instructions", messages=task(ROW).messages, data={"kwargs": []})
     got = judged(Instructions(), broken, '"hi"')
     assert got.value is None and "instruction_id_list is None" in got.error
 

@@ -9,7 +9,9 @@ from glm5_jax.envs.reasoning.final_answer import nesting_depth
 from glm5_jax.envs.reasoning.verifiers import MAX_NESTED, MathVerifier, VerifierConfig
 from glm5_jax.rl.types import Attempt, Task
 
-TASK = Task("t", "math", ({"role": "user", "content": "?"},), {"answer": "x + 1"})
+TASK = Task(
+    id="t", kind="math", messages=({"role": "user", "content": "?"},), data={"answer": "x + 1"}
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_measures_nesting(formula, levels):
 def test_decides_a_deeply_nested_answer_without_a_comparison(answer):
     # Starting a process that compares would take longer than is allowed here.
     with MathVerifier(VerifierConfig(timeout_s=200, math_timeout_s=0.01)) as verifier:
-        attempt = Attempt(({"role": "assistant", "content": f"Answer: {answer}"},))
+        attempt = Attempt(messages=({"role": "assistant", "content": f"Answer: {answer}"},))
         began = time.process_time()
         reward = asyncio.run(verifier(TASK, attempt))
         assert time.process_time() - began < 1

@@ -55,7 +55,7 @@ def test_answers_a_program_of_a_task(isolation):
         {"role": "assistant", "content": answer},
     )
     with TirVerifier() as verifier:
-        assert asyncio.run(verifier(task, Attempt(messages))).value == 1
+        assert asyncio.run(verifier(task, Attempt(messages=messages))).value == 1
 
 
 def test_refuses_tasks_with_python_where_no_sandbox_starts(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task
 from glm5_jax.text.tool_calls import ToolCall
 
-TASK = Task("t", "tir", ({"role": "user", "content": "?"},), tools=(PYTHON,))
+TASK = Task(id="t", kind="tir", messages=({"role": "user", "content": "?"},), tools=(PYTHON,))
 
 
 def giving(code, stdout, stderr, timed_out=False, truncated=False, out_of_memory=False, **options):

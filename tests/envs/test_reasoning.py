@@ -46,7 +46,9 @@ def formulas():
 
 
 def task(kind="math", tools=(), **data):
-    return Task("t", kind, ({"role": "user", "content": "?"},), data, tools)
+    return Task(
+        id="t", kind=kind, messages=({"role": "user", "content": "?"},), data=data, tools=tools
+    )
 
 
 def said(content):
@@ -54,7 +56,7 @@ def said(content):
 
 
 def judged(verifier, asked, *messages, **options) -> Reward:
-    return asyncio.run(verifier(asked, Attempt(messages, **options)))
+    return asyncio.run(verifier(asked, Attempt(messages=messages, **options)))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_compares_answers_side_by_side():
     before = comparing()
 
     async def both():
-        attempts = [Attempt((said(str(n)),)) for n in range(20)]
+        attempts = [Attempt(messages=(said(str(n)),)) for n in range(20)]
         return await asyncio.gather(*(verifier(task(answer="7"), a) for a in attempts))
 
     with MathVerifier(VerifierConfig(timeout_s=200, math_timeout_s=60, math_workers=2)) as verifier:
@@ -233,7 +235,7 @@ def test_who_waits_for_others_loses_no_time():
 
     async def all_of_them():
         return await asyncio.gather(
-            *(verifier(task(answer="5"), Attempt((said("5"),))) for _ in range(6))
+            *(verifier(task(answer="5"), Attempt(messages=(said("5"),))) for _ in range(6))
         )
 
     config = VerifierConfig(timeout_s=0.5, math_timeout_s=0.3, code_timeout_s=0.1)
@@ -452,15 +454,15 @@ def cheats(asked, solution):
             "".join(f"\\boxed{{{one}}}" for one in LETTERS), f"\\boxed{{{', '.join(map(str, range(200)))}}}",
             "The answer is the right one.", "The reward is \\boxed{\\text{right}}", "yes " * 2000,
         ]  # fmt: skip
-    yield from (Attempt((*solution[:-1], said(reply))) for reply in replies)
-    yield Attempt(())
-    yield Attempt((*solution[:-1], said(None) | {"reasoning_content": last}))
-    yield Attempt((*solution[:-1], {"role": "user", "content": last}))
-    yield Attempt(tuple(solution), "length")
-    yield Attempt(tuple(solution), error="a call that cannot be read")
+    yield from (Attempt(messages=(*solution[:-1], said(reply))) for reply in replies)
+    yield Attempt(messages=())
+    yield Attempt(messages=(*solution[:-1], said(None) | {"reasoning_content": last}))
+    yield Attempt(messages=(*solution[:-1], {"role": "user", "content": last}))
+    yield Attempt(messages=tuple(solution), finish_reason="length")
+    yield Attempt(messages=tuple(solution), error="a call that cannot be read")
     if asked.kind == "tir":
-        yield Attempt((said(last),))
-        yield Attempt((call("calculator"), result(), said(last)))
+        yield Attempt(messages=(said(last),))
+        yield Attempt(messages=(call("calculator"), result(), said(last)))
 
 
 def test_every_kind_of_task_has_a_solution_here():
@@ -483,7 +485,7 @@ def test_a_solution_is_worth_one_and_nothing_and_cheats_nothing_each_time(
         return await asyncio.gather(*(verifier(asked, attempt) for attempt in attempts))
 
     for asked, solution in SOLUTIONS[kind](kind):
-        tried = [Attempt(tuple(solution)), *cheats(asked, solution)]
+        tried = [Attempt(messages=tuple(solution)), *cheats(asked, solution)]
         once, again = (asyncio.run(rewards(asked, tried)) for _ in range(2))
         assert once == again
         assert once[0] == Reward(1.0, {**once[0].parts, "right": 1.0})

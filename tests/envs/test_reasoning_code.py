@@ -24,9 +24,11 @@ HONEST = "def add(a, b):\n    return a + b\n"
 
 
 def judged(data, code, config=CONFIG, sandbox=LocalSandbox):
-    task = Task("t", "code", ({"role": "user", "content": "Write it."},), data)
+    task = Task(
+        id="t", kind="code", messages=({"role": "user", "content": "Write it."},), data=data
+    )
     reply = {"role": "assistant", "content": f"Here it is:\n```python\n{code}\n```\nDone."}
-    return asyncio.run(CodeVerifier(config, sandbox=sandbox)(task, Attempt((reply,))))
+    return asyncio.run(CodeVerifier(config, sandbox=sandbox)(task, Attempt(messages=(reply,))))
 
 
 def is_wrong(reward, why=""):
@@ -48,7 +50,7 @@ def failures(kind, count=None):
     verifier = verifier_for("code", CONFIG, sandbox=LocalSandbox)
     for task, code in shipped(kind, count):
         reply = {"role": "assistant", "content": f"```python\n{code}\n```"}
-        reward = asyncio.run(verifier(task, Attempt((reply,))))
+        reward = asyncio.run(verifier(task, Attempt(messages=(reply,))))
         if reward.value != 1.0:
             yield task.id, reward
 
@@ -329,8 +331,8 @@ def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
             return Ran(0, stdin, b"")
 
     data = {"cases": [{"input": "1", "output": "1"}]}
-    attempt = Attempt(({"role": "assistant", "content": "x"},))
-    task = Task("t", "code", ({"role": "user", "content": "?"},), data)
+    attempt = Attempt(messages=({"role": "assistant", "content": "x"},))
+    task = Task(id="t", kind="code", messages=({"role": "user", "content": "?"},), data=data)
     config = VerifierConfig(timeout_s=0.6, code_timeout_s=0.1, code_concurrency=2)
     verifier = CodeVerifier(config, sandbox=Counting)
 

@@ -156,7 +156,7 @@ def test_of_the_choices_one_is_right(choices):
         assert [x for x in answers if answers[x] == right_answer(stem)] == [task.data["answer"]]
         letters.add(task.data["answer"])
     assert len(letters) == choices
-    reply = Attempt(({"role": "assistant", "content": f"({task.data['answer']})"},))
+    reply = Attempt(messages=({"role": "assistant", "content": f"({task.data['answer']})"},))
     assert asyncio.run(ScienceVerifier()(task, reply)).value == 1.0
 
 

@@ -44,7 +44,10 @@ STARTED = {
     "cp /app/prog /app/p; mv /app/p /moved; /moved": AGENT,
     "printf 'id -u' > /new; sh /new": AGENT,
     "sed -n 1e\\ id\\ -u /app/prog": AGENT,
-    "LD_LIBRARY_PATH=/app id -u": AGENT,
+    "LD_LIBRARY_PATH=/app id -u": ROOT,  # it loads nothing from there
+    "export LD_PRELOAD=/app/libc.so.6; bash -c 'id -u'": ROOT,
+    "LD_LIBRARY_PATH=/lib/none timeout 5 /app/loads": f"/lib/none {AGENT}",
+    "export LD_LIBRARY_PATH=/lib/none; bash -c 'cd /app; ./loads'": f"/lib/none {AGENT}",
     "sh /own/script": ROOT,
     "cd /own; ./script": ROOT,
     "chmod 775 /own/script; /own/script": ROOT,
@@ -66,6 +69,8 @@ STARTED = {
 async def prepared(box):
     await box.put("/app/prog", b"#!/bin/sh\nid -u\n", mode=0o755)
     await box.put("/app/plain", b"id -u\n", mode=0o755)
+    await box.put("/app/loads", b"#!/bin/sh\necho $LD_LIBRARY_PATH $(id -u)\n", mode=0o755)
+    await box.put("/app/libc.so.6", b"no library")
     await box.put("/elsewhere/other", b"#!/bin/sh\nid -u\n", user="root", mode=0o755)
     await box.put("/own/plain", b"id -u\n", user="root", mode=0o755)
     await box.put("/own/script", b"#!/bin/sh\nid -u\n", user="root", mode=0o755)

@@ -21,7 +21,13 @@ CORPUS = Corpus(
         Passage("No text", ""),
     ]
 )
-TASK = Task("t", "search", ({"role": "user", "content": "?"},), {"corpus": "own"}, SEARCH_TOOLS)
+TASK = Task(
+    id="t",
+    kind="search",
+    messages=({"role": "user", "content": "?"},),
+    data={"corpus": "own"},
+    tools=SEARCH_TOOLS,
+)
 CONFIG = SearchConfig(results=2, shown=24, page=100)
 BOX = Toolbox(search_tools(CONFIG, {"own": CORPUS}.__getitem__), [TASK])
 
@@ -104,7 +110,11 @@ def test_any_call_is_answered_by_what_can_be_encoded(one, two, three):
 def test_a_task_without_passages_is_the_environment_s_failure():
     for data in ({}, {"corpus": "poems"}):
         with pytest.raises(ToolError, match="task 'u' has no passages"):
-            told("search", Task("u", "search", TASK.messages, data, SEARCH_TOOLS), query="x")
+            told(
+                "search",
+                Task(id="u", kind="search", messages=TASK.messages, data=data, tools=SEARCH_TOOLS),
+                query="x",
+            )
     with pytest.raises(KeyError, match="poems"):
         corpus_of("poems")
 

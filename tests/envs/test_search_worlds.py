@@ -141,7 +141,7 @@ def reward(
     answers=("the Anglican Communion", "C. of E."),
 ):
     task = dataclasses.replace(TASK, data={"answers": list(answers)})
-    said = Attempt(({"role": "assistant", "content": reply},), finish_reason)
+    said = Attempt(messages=({"role": "assistant", "content": reply},), finish_reason=finish_reason)
     return asyncio.run(verifier_for("search", config)(task, said))
 
 

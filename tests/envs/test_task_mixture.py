@@ -14,7 +14,7 @@ WEIGHTS = {"math": 2.0, "code": 1.0, "tir": 1.0}
 
 def some(kind, count=7):
     message = {"role": "user", "content": "?"}
-    return [Task(f"{kind}-{i}", kind, (message,)) for i in range(count)]
+    return [Task(id=f"{kind}-{i}", kind=kind, messages=(message,)) for i in range(count)]
 
 
 def mixture(weights=WEIGHTS, **options):

@@ -27,7 +27,8 @@ from glm5_jax.evals.ruler import RulerConfig, ruler, table
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, make_schedule
-from glm5_jax.training.step import StepConfig, make_step
+from glm5_jax.training.step import make_step
+from glm5_jax.training.step_config import StepConfig
 
 ROWS = 64
 SAMPLES = 300

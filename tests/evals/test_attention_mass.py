@@ -13,6 +13,7 @@ from glm5_jax.evals import attention_mass
 from glm5_jax.evals.attention_mass import MassConfig
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.indexer import Selection
 from pallas_kernels import blocks
 from tests.model import golden as goldens
 from tests.oracles import attention, glm5 as oracle, indexer
@@ -49,7 +50,7 @@ def expected(kind):
 @functools.cache
 def measured(kind):
     golden = goldens.load(SHARED)
-    cfg, params = golden.as_float64()
+    cfg, params = golden.to_float64()
     cfg = dataclasses.replace(cfg, attention=kind)
     config = MassConfig(TOP_K, LEVELS, EDGES)
     with jax.enable_x64(True):
@@ -207,7 +208,7 @@ def test_no_array_holds_a_number_for_every_head_query_and_key(monkeypatch):
     config = MassConfig((40,))
 
     def layer(w, x):
-        none = glm5.Selection(None, None)
+        none = Selection(None, None)
         return attention_mass.measure_layer(
             w, x, None, none, name, cfg, config, ExecutionConfig(query_block=64)
         )

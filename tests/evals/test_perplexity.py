@@ -12,9 +12,8 @@ from glm5_jax.data.sources import SourceConfig
 from glm5_jax.evals.base import NgramCounts, Unigram, baseline_bits_per_byte, predicted_bytes
 from glm5_jax.evals.perplexity import HeldOut
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig
-from glm5_jax.training.pretraining import Setting
+from glm5_jax.training.pretraining import ExperimentConfig, Setting
 
 VOCAB = 2048
 

@@ -16,8 +16,8 @@ from glm5_jax.model import glm5
 from glm5_jax.model.generate import generate
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
-from glm5_jax.training.pretraining import Setting
+from glm5_jax.training.experiment import MeshConfig
+from glm5_jax.training.pretraining import ExperimentConfig, Setting
 from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.default()

@@ -1,4 +1,6 @@
-"""The command line of an ablation: what it runs, and what a mistake looks like."""
+"""An ablation as an experiment: its page, its exit codes, and its variants."""
+
+import inspect
 
 import pytest
 
@@ -22,6 +24,7 @@ from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Table
 from glm5_jax.checkpoint.store import SaveError
 from glm5_jax.training.metrics import TrainingStopped
+from launch import run as launch
 
 SMALL = (
     attention_kinds,
@@ -37,58 +40,50 @@ SMALL = (
 )
 
 
-def run(arguments, find=None):
-    seen = []
-
-    def found(runs, config, command):
-        seen.append((runs.workdir, config.name, command))
-        return Finding(
-            title="A title",
-            command=command,
-            verdicts=("met",),
-            tables=(Table(title="t", columns=("a",), rows=(("b",),)),),
-        )
-
-    return ablate("muon_split", arguments, muon_split.get_config, find or found), seen
+def make_finding(runs, config, command):
+    """Stands for an ablation's work: reports what it was called with."""
+    return Finding(
+        title=f"{config.name} in {runs.workdir}",
+        command=command,
+        verdicts=(f"peak {config.schedule.peak}",),
+        tables=(Table(title="t", columns=("a",), rows=(("b",),)),),
+    )
 
 
-def test_it_prints_the_finding_and_writes_the_page(tmp_path, capsys):
-    code, [(workdir, name, command)] = run(["small", str(tmp_path)])
-    assert (code, workdir, name) == (0, tmp_path, "muon_split:small")
-    assert command == f"python -m experiments.ablations.muon_split small {tmp_path}"
-    page = tmp_path / "report" / "muon_split.html"
-    assert "A title" in page.read_text()
+def test_prints_finding_and_writes_page(tmp_path, capsys, monkeypatch):
+    """`run` of launch reads the command line, applies the flags, and passes on the words."""
+    monkeypatch.setattr(launch.command_line, "load", lambda spec: (Ablation, muon_split.small()))
+    words = ["muon_split:small", f"--workdir={tmp_path}", "--schedule.peak=0.25"]
+    assert launch.main(["run", *words]) == 0
+    page = (tmp_path / "report" / "muon_split.html").read_text()
+    command = f"glm5 run {' '.join(words)}"
+    assert f"muon_split:small in {tmp_path}" in page and command in page
     out = capsys.readouterr().out
-    assert f"command: {command}" in out and f"page: {page}" in out
+    assert "peak 0.25" in out and f"command: {command}" in out
+    assert f"page: {tmp_path / 'report' / 'muon_split.html'}" in out
 
 
-def test_the_defaults(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, [(workdir, name, _)] = run([])
-    assert (code, str(workdir), name) == (0, "workdir/muon_split_tiny", "muon_split:tiny")
+class Ablation:
+    """Module of an ablation."""
+
+    @staticmethod
+    def run(config, workdir, command):
+        return ablate("muon_split", config, workdir, command, make_finding)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["huge"], "unknown variant 'huge'; use one of tiny, small"),
-        (["tiny", "a", "b"], "unexpected argument 'b'"),
-        (["tiny", __file__], "is a file; give a folder"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments, text, capsys):
-    code, seen = run(arguments)
+def test_refuses_workdir_that_is_a_file(capsys):
+    assert ablate("muon_split", muon_split.tiny(), __file__, "command", make_finding) == 2
     error = capsys.readouterr().err
-    assert (code, seen) == (2, [])
-    assert error.startswith("error: ") and text in error and error.count("\n") == 1
+    assert error.startswith("error: ") and "is a file; give a folder" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", [TrainingStopped, SaveError])
-def test_a_stop_says_why(kind, tmp_path, capsys):
+def test_prints_why_run_stopped(kind, tmp_path, capsys):
     def stop(*_):
         raise kind("it was\nstopped")
 
-    assert run(["tiny", str(tmp_path)], stop)[0] == 1
+    assert ablate("muon_split", muon_split.tiny(), tmp_path, "command", stop) == 1
     assert capsys.readouterr().err == "error: it was stopped\n"
 
 
@@ -99,8 +94,8 @@ def test_mtp_drafts_with_every_trained_arm(tmp_path, monkeypatch):
         command, "AblationRuns", lambda workdir, evaluator, **options: seen.update(options)
     )
     finding = Finding(title="A title", command="command", verdicts=(), tables=())
-    monkeypatch.setattr(mtp, "run", lambda runs, config, command: finding)
-    assert mtp.main(["tiny", str(tmp_path)]) == 0
+    monkeypatch.setattr(mtp, "compare", lambda runs, config, command: finding)
+    assert mtp.run(mtp.get_config("tiny"), tmp_path, "command") == 0
     assert seen == {"measure": mtp.measure_drafts, "keep": True}
 
 
@@ -112,8 +107,13 @@ def test_names_variants_of_every_ablation():
             module.get_config("huge")
 
 
-def test_answers_mistake_in_one_line_without_command(capsys):
-    for module in (attention_mass, mtp, muon_split, topk_determinism):
-        assert module.main(["huge"]) == 2, module
-        error = capsys.readouterr().err
-        assert "unknown variant 'huge'" in error and error.count("\n") == 1, (module, error)
+def test_every_ablation_runs_as_experiment():
+    for module in (*SMALL, reinforcement, stale_policies, text_in_text_out):
+        names = list(inspect.signature(module.run).parameters)
+        assert names[1:] == ["workdir", "command"], module
+
+
+def test_refuses_field_of_ablation_with_arms(capsys):
+    assert launch.main(["run", "thinking:tiny", "--train.steps=5"]) == 2
+    error = capsys.readouterr().err
+    assert "no field 'train'" in error and error.count("\n") == 1

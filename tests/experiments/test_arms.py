@@ -27,13 +27,12 @@ from glm5_jax.metrics.metrics_log import MetricsLog, column, read
 from glm5_jax.rl.algorithm.losses import PolicyConfig, PolicyLoss
 from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.training import report
-from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.pretraining import Pretraining
+from glm5_jax.training.pretraining import ExperimentConfig, Pretraining
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 STEPS = 4
 

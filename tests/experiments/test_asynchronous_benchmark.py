@@ -25,7 +25,7 @@ from experiments.benchmarks.discrete_event_model import (
     mean_concurrency,
     merge_spans,
 )
-from glm5_jax.rl.rollouts.sessions import seed_of
+from glm5_jax.rl.rollouts.sessions import derive_seed
 
 # A reply takes a second.
 ONE = Workload(
@@ -305,12 +305,12 @@ def test_a_run_of_the_real_system_is_what_it_says(name, tmp_path):
     assert min(b - a for a, b in run.replies) >= 0.99 * work.tokens[0] / work.speed
     begins = [a for a, _ in run.replies]
     assert max(concurrency(run.replies, np.array(begins) + 1e-4)) <= work.engines * work.slots
-    programs = {"hub", "gateway", "engine-0", "engine-1", "search", "terminal", "trainer"}
+    programs = {"orchestrator", "gateway", "engine-0", "engine-1", "search", "terminal", "trainer"}
     assert run.cores.keys() == programs and 0 < sum(run.cores.values()) < 7
 
 
 def drawn(workload, order, place):
-    return workload.rollout(seed_of(SEED, order, 0, place))
+    return workload.rollout(derive_seed(SEED, order, 0, place))
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_every_seed_trains_the_pattern_that_it_found(toy, workdir, monkeypatch):
         return {"seed": trial.seed, "loss": 1.0, "before": shares, "after": shares}
 
     monkeypatch.setattr(attention_kinds, "AblationRuns", Fake)
-    result = attention_kinds.run(Fake(workdir, keep=True), toy, "command")
+    result = attention_kinds.compare(Fake(workdir, keep=True), toy, "command")
     searched = {t.seed: t.stages[-1].model.layer_kinds for t in trained if t.arm == SEARCHED}
     assert searched == {0: ("full", "window"), 1: ("window", "full"), 2: ("window", "full")}
     same = {t.digests[-1] for t in trained if t.seed == 0 and t.arm in (SEARCHED, INTERLEAVED)}

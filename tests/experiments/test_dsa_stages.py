@@ -298,7 +298,7 @@ def test_histories_are_of_the_stages_behind_the_dense_model(workdir, monkeypatch
 
     rows = rows_of(dict.fromkeys(ARMS, 8))
     monkeypatch.setattr(dsa_stages, "read_history", recorded)
-    found = dsa_stages.run(Fake(tmp_path), STUDY, "command")
+    found = dsa_stages.compare_stages(Fake(tmp_path), STUDY, "command")
     assert len(asked) == len(ARMS) * len(SEEDS)
     assert all(dense.startswith("retriever_128_fewer_questions-") for dense, _ in asked)
     names = [name.rsplit("-", 1)[0] for name in asked[2 * len(SEEDS)][1]]

@@ -10,8 +10,8 @@ from experiments import dsa_warmup, lifecycle, midtrain
 from glm5_jax.checkpoint.models import check_arithmetic
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten, matches_any
-from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.optimizer import groups_of
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import make_schedule
 
 SIZES = ("tiny", "small", "glm5")
@@ -72,7 +72,7 @@ def test_what_a_stage_forgot_may_be_learnt_again_right_after_it():
         origins = ("reasoning", "agentic", "general")
         assert [bool(getattr(config, o)) for o in origins] == [i < count for i in range(3)]
     assert {*everything("tiny,each")} - {*everything("tiny")} == set(distillations[:-1])
-    with pytest.raises(ValueError, match="unknown variant 'tiny,never'; use tiny or tiny,each"):
+    with pytest.raises(ValueError, match="unknown variant 'tiny,never'; did you mean tiny,each"):
         lifecycle.get_config("tiny,never")
 
 
@@ -162,5 +162,7 @@ def test_recall_comes_last_and_long_texts_grow(size):
 
 
 def test_an_unknown_stage_is_answered_with_the_list():
-    with pytest.raises(ValueError, match="unknown variant 'tiny,64k'; use one of tiny,32k"):
+    with pytest.raises(
+        ValueError, match="unknown variant 'tiny,64k'; did you mean tiny,32k. There are tiny,32k or"
+    ):
         midtrain.get_config("tiny,64k")

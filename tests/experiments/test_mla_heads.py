@@ -93,7 +93,7 @@ def test_the_finding_compares_by_seed():
             for t in trials
         ]
 
-    found = mla_heads.run(runs, mla_heads.get_config(), "command")
+    found = mla_heads.compare(runs, mla_heads.get_config(), "command")
     assert "minus MLA-192's is +0.2500 ± 0.0000" in found.verdicts[0]
     assert found.verdicts[1].startswith("this model: ") and found.verdicts[1].endswith("-33.3%")
     assert found.verdicts[2].startswith("GLM-5: ") and "147,456" in found.verdicts[2]

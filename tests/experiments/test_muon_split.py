@@ -49,7 +49,7 @@ def run(loss, logit=None, share_loss=None):
         logit or {"Muon Split": 3.0, "whole Muon": 5.0, "AdamW": 4.0},
         share_loss or {0.4: 1.0, 0.6: 0.25},
     )
-    return fake, muon_split.run(fake, muon_split.get_config(), "command")
+    return fake, muon_split.compare(fake, muon_split.get_config(), "command")
 
 
 def test_the_arms_differ_in_the_optimiser_alone():

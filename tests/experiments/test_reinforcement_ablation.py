@@ -7,7 +7,7 @@ import pytest
 
 from experiments import rl_reasoning
 from experiments.ablations import reinforcement
-from experiments.ablations.reinforcement import DENSE, DISTILLED, NEW, OLD, PULLS, SPARSE
+from experiments.ablations.reinforcement import DENSE, DISTILLED, KL_COEFFICIENTS, NEW, OLD, SPARSE
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -19,7 +19,7 @@ def arms(request):
 
 def test_arms_of_a_seed_start_from_one_fine_tuning_and_seeds_from_one_model(arms):
     shared = {name: arm.trial(seed=1).digests for name, arm in arms.items()}
-    for name in (*PULLS, DISTILLED):
+    for name in (*KL_COEFFICIENTS, DISTILLED):
         assert shared[name][:7] == shared[SPARSE][:7]
     assert shared[DISTILLED][:8] == shared[SPARSE]
     for one, other in itertools.combinations(shared.values(), 2):
@@ -31,10 +31,10 @@ def test_arms_of_a_seed_start_from_one_fine_tuning_and_seeds_from_one_model(arms
         assert not any(same[same.index(False) :])
 
 
-@pytest.mark.parametrize("name", PULLS)
+@pytest.mark.parametrize("name", KL_COEFFICIENTS)
 def test_what_is_pulled_differs_in_that_alone(arms, name):
     sparse, pulled = (arms[arm].stages[-1] for arm in (SPARSE, name))
-    assert pulled.credit.pull == "reference" and pulled.policy.ref_kl == PULLS[name]
+    assert pulled.credit.kl_target == "reference" and pulled.policy.ref_kl == KL_COEFFICIENTS[name]
     assert [t.checkpoint for t in pulled.teachers] == [arms[name].stages[-2].name]
     free = {"name": sparse.name, "credit": sparse.credit, "policy": sparse.policy, "teachers": ()}
     assert dataclasses.replace(pulled, **free) == sparse
@@ -57,7 +57,10 @@ def test_distillation_is_taught_by_the_stages_before_it(arms):
     assert [share.tasks.steps for share in (*taught.sft, *taught.reasoning)] == [5, 3]
     assert [share.tasks.steps for share in learnt.tasks] == [3]
     assert {OLD, NEW} == {f"sft:{taught.sft[0].name}", f"reasoning:{taught.reasoning[0].name}"}
-    assert learnt.credit == rl_reasoning.get_config("tiny").credit and learnt.credit.pull == "none"
+    assert (
+        learnt.credit == rl_reasoning.get_config("tiny").credit
+        and learnt.credit.kl_target == "none"
+    )
 
 
 def row(new, old):
@@ -69,7 +72,7 @@ def row(new, old):
 
 def found(distilled_old=(0.9, 0.4, 0.85), pulled=0.7, dense=0.8):
     rows = {SPARSE: [row((0.1, 0.8), (0.9, 0.4))] * 3}
-    rows |= {name: [row((0.1, pulled), (0.9, 0.6))] * 3 for name in PULLS}
+    rows |= {name: [row((0.1, pulled), (0.9, 0.6))] * 3 for name in KL_COEFFICIENTS}
     rows |= {DENSE: [row((0.2, dense), (0.9, 0.5))] * 3}
     rows |= {DISTILLED: [row((0.1, 0.8, 0.82), distilled_old)] * 3}
     curve = [((0, 10), (0.1, 0.8))] * 3
@@ -82,7 +85,7 @@ def test_verdicts():
     assert "falls by 56" in restored and "gives 90" in restored
     assert "in 3 of 3 seeds, of which 3 got at least 80%" in restored
     assert "+2.0" in restored
-    for line, (name, coefficient) in zip(pulled, PULLS.items(), strict=True):
+    for line, (name, coefficient) in zip(pulled, KL_COEFFICIENTS.items(), strict=True):
         assert line.startswith(f"{name} ({coefficient}) minus not")
         assert "the new skill -10.0" in line and "the old one +20.0" in line
     assert "sparse model gains 70.0" in attention and "dense one 60.0" in attention

@@ -6,13 +6,18 @@ import pytest
 import yaml
 
 from experiments import rl_agentic, rl_reasoning
-from experiments.rl_agentic import ClusterConfig, PlaceConfig
 from experiments.rl_reasoning import TaskWeight
-from glm5_jax.envs.terminal import BashConfig
+from glm5_jax.agents.context import ContextConfig
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
+from glm5_jax.envs.terminal import AttemptConfig, BashConfig, service as terminal_service
 from glm5_jax.envs.terminal.service import TerminalShare
+from glm5_jax.rl.programs import servers
+from glm5_jax.rl.programs.cluster import ClusterConfig
+from glm5_jax.rl.programs.program import ProgramConfig
+from glm5_jax.rl.trainers.mismatch_monitor import MismatchConfig
 from glm5_jax.runtime.placement import topological_order
 from glm5_jax.text.tokenizer import Tokenizer
-from launch import gke, local, run, slurm
+from launch import command_line, gke, local, run, slurm
 from launch.local import LocalMachine, LocalPlacement
 from tests.envs.terminal.folders import needs_root, own
 
@@ -33,16 +38,16 @@ def test_who_needs_another_starts_behind_it():
     assert [role.name for role in found] == [
         "engine",
         "gateway",
-        "hub",
+        "orchestrator",
         "task-0",
         "task-1",
         "train",
     ]
-    engine, gateway, hub, first, second, train = found
+    engine, gateway, orchestrator, first, second, train = found
     assert all("launch.run --experiment=x --workdir=y" in words_of(role) for role in found)
-    assert "--experiment.place.engines={engine.urls}" in words_of(gateway)
-    assert "--experiment.place.gateway={gateway.url}" in words_of(hub)
-    assert "place.role=task --" in words_of(first) and "place.number=1" in words_of(second)
+    assert "--experiment.program.engines={engine.urls}" in words_of(gateway)
+    assert "--experiment.program.gateway={gateway.url}" in words_of(orchestrator)
+    assert "program.role=task --" in words_of(first) and "program.number=1" in words_of(second)
     assert [role.main for role in found] == [False] * 5 + [True]
     assert {"task-0", "task-1"} < set(train.needs), (
         "what is held out is asked before the first step"
@@ -56,8 +61,14 @@ def test_advantages_and_losses_are_those_of_each_kind_of_rl():
     assert (reasoning.policy.correction, reasoning.credit.baseline) == ("icepop", "zscore")
     for config in (agentic, rl_agentic.small(), rl_agentic.tiny()):
         assert (config.policy.correction, config.credit.baseline) == ("double_sided", "centred")
-        assert config.credit.pull == "none" and config.credit.normalisation == "sequence"
-    assert agentic.new_moments and agentic.rollout.group > 1
+        assert config.credit.kl_target == "none" and config.credit.normalisation == "sequence"
+    assert agentic.reset_optimizer and agentic.rollout.group > 1
+
+
+@pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
+def test_sends_whole_conversation_with_each_request(variant):
+    """GLM-5 3.1: coding agents keep all thinking. 4.2.4 shortens only search agents' contexts, at inference."""
+    assert rl_agentic.get_config(variant).loop().context == ContextConfig(None, None)
 
 
 def test_a_pod_has_a_port_for_each(capsys):
@@ -70,19 +81,19 @@ def test_a_pod_has_a_port_for_each(capsys):
     more = [f"--experiment={FILE}:glm5", "--experiment.checkpoint=/run/sft"]
     assert gke.main(["gke", *more, *POD]) == 0
     jobs = yaml.safe_load(capsys.readouterr().out)["spec"]["replicatedJobs"]
-    assert [job["name"] for job in jobs][:3] == ["engine", "gateway", "hub"]
+    assert [job["name"] for job in jobs][:3] == ["engine", "gateway", "orchestrator"]
     assert [job["replicas"] for job in jobs][:2] == [64, 1]
     assert slurm.main(["slurm", *more, "--workdir=/run", "--partition=p"]) == 0
-    assert "place.role=gateway" in capsys.readouterr().out
+    assert "program.role=gateway" in capsys.readouterr().out
 
 
 def test_the_gateway_of_a_pod_chooses_among_the_ranks_of_all_engines(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_agentic, "load_checkpoint_tokenizer", lambda config: None)
-    place = PlaceConfig("gateway", engines="http://a:1,http://b:2")
+    monkeypatch.setattr(servers, "load_tokenizer", lambda config: None)
+    program = ProgramConfig(role="gateway", engines="http://a:1,http://b:2")
     cluster = ClusterConfig(engines=2, ranks=2)
     found = []
-    monkeypatch.setattr(rl_agentic, "Gateway", lambda tokenizer, ranks, config: found.append(ranks))
-    rl_agentic.PROGRAMS["gateway"](tiny(place=place, cluster=cluster), tmp_path)
+    monkeypatch.setattr(servers, "Gateway", lambda tokenizer, ranks, config: found.append(ranks))
+    servers.SERVERS["gateway"](tiny(program=program, cluster=cluster), tmp_path)
     assert found == [["http://a:1@0", "http://a:1@1", "http://b:2@0", "http://b:2@1"]]
 
 
@@ -90,42 +101,40 @@ def test_its_flags_are_those_of_the_same_run(tmp_path):
     terminals = TerminalShare(
         folder="tasks", weight=0.5, images={"python:3.12": "host"}, bash=BashConfig(9.0)
     )
-    tasks = (TaskWeight(rl_agentic.TaskConfig(kind="chain", size=30), 2.0), terminals)
-    config = tiny(tasks=tasks, seed=3, max_staleness=1, place=PlaceConfig())
+    tasks = (TaskWeight(TaskConfig(kind="chain", size=30), 2.0), terminals)
+    config = tiny(tasks=tasks, seed=3, max_staleness=1, program=ProgramConfig())
     words = config.programs()
-    found = run.parse(["run", *words, f"--workdir={tmp_path}"])
+    found = command_line.parse(["run", *words, f"--workdir={tmp_path}"])
     # The module is another one, as it is read from its file.
     assert dataclasses.asdict(found.config) == dataclasses.asdict(config)
-    assert not dataclasses.replace(config, place=PlaceConfig("hub")).programs()
+    assert not dataclasses.replace(config, program=ProgramConfig(role="orchestrator")).programs()
     flags = ["run", f"--experiment={FILE}:tiny", "--experiment.tasks=({'folder': 'tasks'},)"]
-    [share] = run.parse(flags).config.tasks
+    [share] = command_line.parse(flags).config.tasks
     assert dataclasses.asdict(share) == dataclasses.asdict(TerminalShare(folder="tasks"))
 
 
 @needs_root
 def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        rl_agentic, "load_checkpoint_tokenizer", lambda config: Tokenizer.load("bytes")
-    )
+    monkeypatch.setattr(servers, "load_tokenizer", lambda config: Tokenizer.load("bytes"))
     for number in range(9):
         own(tmp_path, f"task-{number}", **{"instruction.md": f"Do {number}.\n"})
-    place = PlaceConfig("task", hub="http://127.0.0.1:1")
+    program = ProgramConfig(role="task", orchestrator="http://127.0.0.1:1")
     tasks = (TerminalShare(folder=str(tmp_path), weight=2.0, held_out_fraction=0.3),)
     with pytest.raises(ValueError, match="are held out; .* lower held_out_fraction=0.999"):
         dataclasses.replace(tasks[0], held_out_fraction=0.999).load()
-    config = tiny(tasks=tasks, place=place, length=4096)
+    config = tiny(tasks=tasks, program=program, length=4096)
     # The image and the tests of a task may take longer than the run gives it.
     with pytest.raises(ValueError, match="task 'task-.' may take 690 s .* a rollout has 660 s"):
-        rl_agentic.PROGRAMS["task"](config, tmp_path)
+        servers.SERVERS["task"](config, tmp_path)
     config = dataclasses.replace(config, judge_timeout_s=900.0)
-    plain, given = rl_agentic.TerminalService, []
+    plain, given = terminal_service.TerminalService, []
 
     def record(*args, **options):
-        given.extend(arg for arg in args if isinstance(arg, rl_agentic.AttemptConfig))
+        given.extend(arg for arg in args if isinstance(arg, AttemptConfig))
         return plain(*args, **options)
 
-    monkeypatch.setattr(rl_agentic, "TerminalService", record)
-    service = rl_agentic.PROGRAMS["task"](config, tmp_path)
+    monkeypatch.setattr(terminal_service, "TerminalService", record)
+    service = servers.SERVERS["task"](config, tmp_path)
     assert (service.config.name, service.config.weight) == ("terminal", 2.0)
     assert service.size + service.held_out == 9 and service.held_out > 0
     [limits] = (dataclasses.asdict(one.loop()) for one in given)
@@ -150,9 +159,12 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
         assert why in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
     for role in ("gateway", "task", "engine"):
-        place = [f"--experiment.place.role={role}", "--experiment.place.hub=http://127.0.0.1:1"]
-        place.append("--experiment.place.engines=http://127.0.0.1:1")
-        assert run.main(["run", *flags, *place]) == 2
+        program = [
+            f"--experiment.program.role={role}",
+            "--experiment.program.orchestrator=http://127.0.0.1:1",
+        ]
+        program.append("--experiment.program.engines=http://127.0.0.1:1")
+        assert run.main(["run", *flags, *program]) == 2
         assert "--experiment.checkpoint" in capsys.readouterr().err
 
 
@@ -162,8 +174,11 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
         ({"tasks": ()}, "tasks is empty"),
         ({"tasks": (TaskWeight(), TaskWeight())}, "two of the tasks have one name"),
         ({"transport": "pigeons"}, "use network or storage"),
-        ({"place": PlaceConfig("judge")}, "use one of train, engine, gateway, hub, task"),
-        ({"agreement": rl_agentic.AgreementConfig(attempts=1)}, "so give 0"),
+        (
+            {"program": ProgramConfig(role="judge")},
+            "use one of train, engine, gateway, orchestrator, task",
+        ),
+        ({"mismatch": MismatchConfig(attempts=1)}, "so give 0"),
         ({"agent_timeout_s": 0.0}, "timeout_s is 0.0"),
         (
             {"tasks": (TerminalShare(folder="a"), TerminalShare(folder="b"))},

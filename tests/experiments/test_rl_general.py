@@ -23,8 +23,8 @@ from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.rl.config import EvaluationConfig, Teacher
 from glm5_jax.rl.reward_model.outcome_model import OutcomeModel, write_scorer
 from glm5_jax.rl.rollouts.rollout import RolloutConfig
-from glm5_jax.rl.trainers.mismatch_monitor import AgreementConfig
-from glm5_jax.rl.trainers.sync_trainer import Attempts
+from glm5_jax.rl.trainers.mismatch_monitor import MismatchConfig
+from glm5_jax.rl.trainers.sync_trainer import RolloutSource
 from glm5_jax.rl.trajectory import Group
 from glm5_jax.rl.types import Attempt
 from glm5_jax.runtime.http_server import ListenConfig, find_free_port
@@ -59,7 +59,7 @@ def anchors(tmp_path):
 
 
 def said(text):
-    return Attempt(({"role": "assistant", "content": text},))
+    return Attempt(messages=({"role": "assistant", "content": text},))
 
 
 def test_judges_by_rules_alone_what_has_rules():
@@ -155,7 +155,7 @@ def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored
         engine=EngineConfig(page_size=128, max_num_seqs=16, prefill_chunk=512, max_length=512),
         length=512,
         evaluation=EvaluationConfig(tasks=0),
-        agreement=AgreementConfig(attempts=0),
+        mismatch=MismatchConfig(attempts=0),
         train=TrainConfig(steps=2, eval_interval=0, sample_interval=0),
     )
     with judge.running():
@@ -184,19 +184,19 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
                 ),
             )
             stage = config.make_stage(tmp_path / "run")
-            world = stage.world
-            by_name = {task.id.split("-")[0].split(":")[0]: task for task in world.tasks.draw(60)}
+            suite = stage.suite
+            by_name = {task.id.split("-")[0].split(":")[0]: task for task in suite.tasks.draw(60)}
             anchored = next(t for t in by_name.values() if "anchor" in t.data)
             prompted = next(t for t in by_name.values() if t.data.get("rubric") == "creativity")
             ruled = next(t for t in by_name.values() if t.kind == ifeval.KIND)
             found = []
             for _ in range(times):
-                async with world.judging():
+                async with suite.judging():
                     found += [
-                        await world.verify(anchored, said("fact fact")),
-                        await world.verify(anchored, said("no")),
-                        await world.verify(prompted, said("fact")),
-                        await world.verify(ruled, said(", the and you my is" * 20)),
+                        await suite.verify(anchored, said("fact fact")),
+                        await suite.verify(anchored, said("no")),
+                        await suite.verify(prompted, said("fact")),
+                        await suite.verify(ruled, said(", the and you my is" * 20)),
                     ]
             stage.close()
             return found
@@ -209,16 +209,18 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
 
 
 def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
-    stage = general(anchors=anchors, texts=3).make_stage(tmp_path)
-    texts = [one for text in stage.world.texts for one in make_records(text, stage.tokenizer)]
-    own = Attempts(stage.config, stage.world, texts)
+    stage = general(anchors=anchors, sft_rows=3).make_stage(tmp_path)
+    texts = [
+        one for text in stage.suite.conversations for one in make_records(text, stage.tokenizer)
+    ]
+    own = RolloutSource(stage.config, stage.suite, texts)
 
     class OneEach:
         def sample(self, tasks, seed, first, name):
             sampled = TokenRecord(
                 token_ids=[1, 2, 3], loss_mask=[0, 1, 1], rollout_logp=[np.nan, -1, -1]
             )
-            return [Group(tasks[0], [said("Ay")], [sampled])]
+            return [Group(task=tasks[0], attempts=[said("Ay")], records=[sampled])]
 
     assert len(texts) == 20
     shown = stage.tokenizer.decode([i for i, w in zip(texts[0].token_ids, texts[0].ce_weight) if w])
@@ -248,7 +250,7 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
         config.make_stage(tmp_path / "run")
     origins = {teacher.origin: teacher.checkpoint for teacher in config.teachers}
     assert origins["reasoning"].endswith("rl_reasoning") and set(origins) == set(distill.ORIGINS)
-    assert config.learns == "teachers" and config.rollout.group == 1
+    assert config.objective == "teachers" and config.rollout.group == 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
         (lambda: GeneralTaskWeight(held_out_fraction=2), "held_out_fraction is 2; use 0 to 1"),
         (lambda: general(tasks=()), "tasks is empty"),
         (lambda: general(tasks=(DEMANDS, DEMANDS)), "two of the tasks have one name"),
-        (lambda: general(texts=1), "give both the file and the number in a batch"),
+        (lambda: general(sft_rows=1), "give both the file and the number in a batch"),
         (lambda: general(rules="some"), "reward is 'some'"),
         (lambda: general(judge_key_file="f"), "judge_key_file is 'f' and judge None"),
         (
@@ -280,7 +282,9 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
             "give the field judge a URL",
         ),
         (
-            lambda: dataclasses.replace(distill.tiny(), teachers=(Teacher("x", "sft"),)),
+            lambda: dataclasses.replace(
+                distill.tiny(), teachers=(Teacher(checkpoint="x", origin="sft"),)
+            ),
             r"tasks of \['agentic', 'general', 'reasoning', 'sft'\] and teachers of \['sft'\]",
         ),
         (lambda: rl_general.get_config("huge"), "use one of tiny, small, glm5"),

@@ -14,12 +14,16 @@ from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.text.tool_calls import ToolCall
 from tests.envs.search_solvers import attempt, follow
 
-SUM = Task("t", "math", ({"role": "user", "content": "40+60?"},), {"answer": "100"})
+SUM = Task(
+    id="t", kind="math", messages=({"role": "user", "content": "40+60?"},), data={"answer": "100"}
+)
 
 
 def worth(reply, finish_reason="stop", sampled=0):
     said = {"role": "assistant", "content": reply}
-    return partial_digit_reward(SUM, Attempt((said,), finish_reason, sampled=sampled))
+    return partial_digit_reward(
+        SUM, Attempt(messages=(said,), finish_reason=finish_reason, num_sampled_tokens=sampled)
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,9 +68,9 @@ def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
     [share] = config.tasks
     few = dataclasses.replace(share, tasks=dataclasses.replace(share.tasks, size=1000))
     stage = dataclasses.replace(config, tasks=(few,)).make_stage(tmp_path)
-    world = stage.world
-    learnt = {task.messages[0]["content"] for task in world.tasks.draw(2000)}
-    held_out = {task.messages[0]["content"] for own in world.held_out.values() for task in own}
+    suite = stage.suite
+    learnt = {task.messages[0]["content"] for task in suite.tasks.draw(2000)}
+    held_out = {task.messages[0]["content"] for own in suite.held_out.values() for task in own}
     assert learnt and held_out and not learnt & held_out
     stage.close()
 
@@ -77,14 +81,16 @@ def test_each_kind_has_its_own_verifier(tmp_path):
         TaskWeight(TaskConfig(kind="choices", size=20), 2.0),
     )
     stage = small(tasks=shares, partial_credit=False, **LONGER).make_stage(tmp_path)
-    verify = stage.world.verify
+    verify = stage.suite.verify
     for share in shares:
         task = next(tasks(share.tasks))
-        right = Attempt(({"role": "assistant", "content": f"answer: {task.data['answer']}"},))
-        wrong = Attempt(({"role": "assistant", "content": "answer: Q"},))
+        right = Attempt(
+            messages=({"role": "assistant", "content": f"answer: {task.data['answer']}"},)
+        )
+        wrong = Attempt(messages=({"role": "assistant", "content": "answer: Q"},))
         assert asyncio.run(verify(task, right)).value == 1
         assert asyncio.run(verify(task, wrong)).value == 0
-    drawn = [task.kind for task in stage.world.tasks.draw(30)]
+    drawn = [task.kind for task in stage.suite.tasks.draw(30)]
     assert drawn.count("science") == 2 * drawn.count("math")
     stage.close()
 
@@ -96,14 +102,14 @@ def test_passages_are_searched_in_a_run(tmp_path):
         "model": dataclasses.replace(LONGER["model"], max_position_embeddings=4096),
     }
     stage = small(tasks=(share,), partial_credit=False, **{**LONGER, **more}).make_stage(tmp_path)
-    world = stage.world
-    [task] = world.tasks.draw(1)
+    suite = stage.suite
+    [task] = suite.tasks.draw(1)
     answer = asyncio.run(attempt(task, follow))
     for message, result in zip(answer.messages, answer.messages[1:]):
         for call in message.get("tool_calls", ()):
             asked = ToolCall(**call["function"], problem=None, text="")
-            assert asyncio.run(world.tools(task, asked)) == result["content"]
-    assert len(answer.messages) > 12 and asyncio.run(world.verify(task, answer)).value == 1
+            assert asyncio.run(suite.tools(task, asked)) == result["content"]
+    assert len(answer.messages) > 12 and asyncio.run(suite.verify(task, answer)).value == 1
     stage.close()
 
 
@@ -134,7 +140,7 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
     write(other, lambda i: 4)
     config = small(tasks=(share,), verdicts=str(own), stronger_verdicts=str(other))
     stage = config.make_stage(tmp_path / "run")
-    assert {task.id for task in stage.world.tasks.draw(200)} == set(known[::2])
+    assert {task.id for task in stage.suite.tasks.draw(200)} == set(known[::2])
     assert "too_easy" in capsys.readouterr().out
     stage.close()
 

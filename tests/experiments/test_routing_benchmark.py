@@ -24,7 +24,7 @@ from experiments.benchmarks.replay import (
     slopes,
 )
 from glm5_jax.inference.request import TooLong
-from glm5_jax.rl.rollouts.router import Router, RouterConfig
+from glm5_jax.rl.rollouts.router import RouterConfig, SessionRouter
 from glm5_jax.text.tokenizer import STOP_TOKENS, Tokenizer
 from tests.inference.test_engine import CFG, GREEDY, PAGE, engine
 
@@ -203,12 +203,12 @@ def test_skew_and_stretches():
 
 def test_names_alone_put_few_elsewhere():
     names = [f"s{i}" for i in range(200)]
-    router = Router(SMALL.names)
-    result = ReplayResult(placed={name: router.rank_of(name) for name in reversed(names)})
-    assert 0 < routing.num_replaced(result, Router(SMALL.names)) < 100
-    wide = Router(SMALL.names, RouterConfig(bound=100.0))
-    result = ReplayResult(placed={name: wide.rank_of(name) for name in reversed(names)})
-    assert routing.num_replaced(result, Router(SMALL.names, RouterConfig(bound=100.0))) == 0
+    router = SessionRouter(SMALL.names)
+    result = ReplayResult(placed={name: router.route(name) for name in reversed(names)})
+    assert 0 < routing.num_replaced(result, SessionRouter(SMALL.names)) < 100
+    wide = SessionRouter(SMALL.names, RouterConfig(bound=100.0))
+    result = ReplayResult(placed={name: wide.route(name) for name in reversed(names)})
+    assert routing.num_replaced(result, SessionRouter(SMALL.names, RouterConfig(bound=100.0))) == 0
 
 
 @pytest.mark.slow
@@ -233,10 +233,10 @@ def test_tables_and_pictures(tmp_path, capsys):
 
 def test_two_ways_to_count_round_robin():
     placing = RoundRobinRouting("abc")
-    assert [placing.rank_of("s") for _ in range(4)] == list("abca")
-    assert placing.lose("b") == [] and {placing.rank_of("s") for _ in range(4)} == set("ac")
+    assert [placing.route("s") for _ in range(4)] == list("abca")
+    assert placing.remove("b") == [] and {placing.route("s") for _ in range(4)} == set("ac")
     placing.add("b")
-    assert {placing.rank_of("s") for _ in range(3)} == set("abc")
+    assert {placing.route("s") for _ in range(3)} == set("abc")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.model import glm5
@@ -74,7 +75,7 @@ def one_device(monkeypatch):
 @pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=pytest.mark.slow)])
 def test_serves_folder_of_its_kind_and_no_other(folder_of, one_device, kind):
     """What is served stays as it was after a folder that is refused."""
-    want = Engine(models.load_model(folder_of(kind, 1)), **ENGINE)
+    want = Engine(models.load_model(folder_of(kind, 1)), config=EngineConfig(**ENGINE))
     [want] = want.generate([PROMPT], Sampling(max_tokens=6, temperature=0, ignore_eos=True))
     with serve.make_server(config(folder_of(kind))).running() as url:
         before = generate(url)

@@ -57,6 +57,7 @@ def test_what_is_shipped_fits_into_the_tiny_models_rows():
 
 def test_an_unknown_kind_is_answered_with_the_list():
     with pytest.raises(
-        ValueError, match="unknown variant 'tiny,deep'; use one of tiny,interleaved"
+        ValueError,
+        match="unknown variant 'tiny,deep'; did you mean tiny,mixed. There are tiny,interleaved",
     ):
         sft.get_config("tiny,deep")

@@ -89,7 +89,7 @@ def test_what_two_policies_make_of_tasks_chooses_what_is_learnt(tmp_path, studen
         stronger_verdicts=str(other),
     )
     stage = config.make_stage(tmp_path / "run")
-    kept = {task.id for task in stage.world.tasks.draw(200)}
+    kept = {task.id for task in stage.suite.tasks.draw(200)}
     stage.close()
     at_times = {t for t, found in read_verdicts(other).items() if 0 < found.rate < 1}
     assert kept == {t for t in at_times if answers[t] != 5} and kept

@@ -33,7 +33,7 @@ ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
 }
-TASK = Task("t", "math", ({"role": "user", "content": "37+85?"},))
+TASK = Task(id="t", kind="math", messages=({"role": "user", "content": "37+85?"},))
 
 
 @functools.cache
@@ -65,10 +65,10 @@ def chat(task: Task, *replies: tuple[str, ...], cut: bool = False):
         reply = parse_reply(ids, task.tools or None, tokenizer=tokenizer(), thinking=False).message
         reason = "length" if cut and turn == len(replies) - 1 else "stop"
         logp = [-1.0 - place for place in range(len(ids))]
-        session.add(session.answer(plan, ids, logp, [turn] * len(ids), reason, reply))
+        session.add(session.make_turn(plan, ids, logp, [turn] * len(ids), reason, reply))
         messages.append(reply)
     [record] = session.records(task_id=task.id)
-    return Attempt(tuple(messages), "length" if cut else "stop"), record
+    return Attempt(messages=tuple(messages), finish_reason="length" if cut else "stop"), record
 
 
 def again(task: Task, *replies: tuple[str, ...], cut: bool = False):
@@ -137,7 +137,7 @@ def test_a_row_is_the_end():
 
 def test_what_the_environment_broke_stays():
     attempt, record = chat(TASK, ("1", "2", "<|user|>"))
-    failed = Attempt(attempt.messages, "failed", "it is down")
+    failed = Attempt(messages=attempt.messages, finish_reason="failed", error="it is down")
     same, counts = reencode(TASK, failed, record, config(), tokenizer())
     assert same is record and counts == ReencodingCounts(0, 0, 0, 0)
 
@@ -182,8 +182,8 @@ def test_text_again_is_learnt_as_if_the_learner_had_sampled_it(correction):
     for part in ("rl", "ref_kl"):
         np.testing.assert_array_equal(loss[part], want[part])
         assert np.abs(loss[part] - other[part]).max() > 0.1
-    assert np.abs(told["mismatch"]).max() == 0 < 1 < seen["mismatch"].max()
-    assert not told["below"].any() and not told["above"].any()
+    assert np.abs(told["abs_logratio"]).max() == 0 < 1 < seen["abs_logratio"].max()
+    assert not told["clip_frac_low"].any() and not told["clip_frac_high"].any()
 
 
 @pytest.mark.slow
@@ -219,7 +219,9 @@ def test_arms_sample_alike_and_learn_from_other_records(tmp_path, monkeypatch):
     for name in ("reward/mean", "text/replies", "text/tokens"):
         assert of(TOKENS, name)[0] == of(IN_PLACE, name)[0]
     assert max(of(TOKENS, "text/apart_max")) < 1e-4 < 1 < max(of(IN_PLACE, "text/apart_max"))
-    assert max(of(TOKENS, "policy/mismatch")) < 1e-4 < 0.1 < of(IN_PLACE, "policy/mismatch")[0]
+    assert (
+        max(of(TOKENS, "policy/abs_logratio")) < 1e-4 < 0.1 < of(IN_PLACE, "policy/abs_logratio")[0]
+    )
     assert of(TOKENS, "loss/rl")[0] != of(IN_PLACE, "loss/rl")[0]
 
 

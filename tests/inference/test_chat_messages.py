@@ -60,11 +60,51 @@ def test_accepts_single_calls_where_there_are_none(fields):
     assert prompt(USER, parallel_tool_calls=False, **fields) == prompt(USER)
 
 
-def test_refuses_single_calls_with_tools():
-    assert "look" in prompt(USER, tools=[TOOL], parallel_tool_calls=True)
-    with pytest.raises(ApiError, match="parallel_tool_calls is false.*leave it out") as caught:
-        prompt(USER, tools=[TOOL], parallel_tool_calls=False)
-    assert (caught.value.status, caught.value.param) == (400, "parallel_tool_calls")
+def test_ends_reply_after_single_call():
+    assert "look" in prompt(USER, tools=[TOOL], parallel_tool_calls=False)
+    for thinking, after in (("enabled", TOKENIZER.special_ids["</think>"]), ("disabled", None)):
+        fields = {"tools": [TOOL], "thinking": {"type": thinking}, "parallel_tool_calls": False}
+        [request] = READER.chat({"messages": [USER], **fields}, 0).requests
+        sampling = request.sampling
+        assert sampling.late_stop_ids == (TOKENIZER.special_ids["</tool_call>"],)
+        assert (sampling.stop_after, sampling.stop) == (after, ())
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_shows_or_forces_allowed_tools(mode):
+    other = {"type": "function", "function": {"name": "find"}}
+    entry = {"type": "function", "function": {"name": "look"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [entry]}}
+    body = {"messages": [USER], "tools": [TOOL, other], "tool_choice": choice}
+    parsed = READER.chat(body, 0)
+    names = [tool["function"]["name"] for tool in parsed.tools]
+    rules = parsed.requests[0].rules
+    if mode == "auto":
+        assert names == ["look"] and rules is None
+    else:
+        assert names == ["look", "find"] and "find" not in rules.grammar.source
+
+
+def test_continues_the_final_message():
+    begun = {"role": "assistant", "content": "To be, "}
+    fields = {"messages": [USER, begun], "continue_final_message": True}
+    parsed = READER.chat(fields, 0)
+    assert not parsed.thinking
+    text = TOKENIZER.decode(parsed.requests[0].ids)
+    assert text.endswith("<|assistant|></think>To be, ")
+    thought = {"role": "assistant", "content": "", "reasoning_content": "I am"}
+    parsed = READER.chat(fields | {"messages": [USER, thought]}, 0)
+    assert parsed.thinking and TOKENIZER.decode(parsed.requests[0].ids).endswith("<think>I am")
+
+
+def test_ignores_neutral_unknown_fields_and_logs_them_once(caplog):
+    fields = {"guided_json": None, "use_wings": False, "wings": [], "stream_options": {"x": ""}}
+    for _ in range(2):
+        assert prompt(USER, **fields) == prompt(USER)
+    names = [record.args[0] for record in caplog.records]
+    assert sorted(names) == ["guided_json", "stream_options.x", "use_wings", "wings"]
+    with pytest.raises(ApiError, match="use_wings: no such field"):
+        prompt(USER, use_wings=True)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_drafts_write_what_plain_decoding_writes():
         drafts.engine(drafts.foreseeing(), num_speculative_tokens, num_pages=6, latent_cache="int8")
         for num_speculative_tokens in (drafts.DRAFTS, 0)
     )
-    own, *_ = drafts.rows()
+    own = drafts.rows()
     asked = [own[i % 3] + own[(i + 1) % 3][: i % 4] for i in range(12)]
     sampling = dataclasses.replace(GREEDY, max_tokens=drafts.NEW)
     got, want = made.generate(asked, sampling), plain.generate(asked, sampling)
@@ -167,5 +167,5 @@ def test_unknown_kinds_are_refused_before_the_model_is_loaded():
     cfg = dataclasses.replace(CFG, attention="dense")
     made = glm5.Glm5(cfg, params=glm5.init_params(cfg, jax.random.key(0)))
     with pytest.raises(ValueError, match="index_cache is 'fp8', and the model has no indexer"):
-        Engine(made, index_cache="fp8")
+        Engine(made, config=EngineConfig(index_cache="fp8"))
     assert engine(latent_cache="fp8").description["latent_cache"] == "fp8"

@@ -1,12 +1,15 @@
 """Bodies of requests: what they mean, and what is wrong with the others, in one line."""
 
 import json
+import typing
 
 import numpy as np
 import pytest
 
-from glm5_jax.inference.protocol import UPDATE, Reader, validate
+from glm5_jax.inference.protocol import Reader
+from glm5_jax.inference.request_bodies import EFFORTS, Effort, UpdateRequest
 from glm5_jax.runtime.http_server import ApiError, read_json
+from glm5_jax.runtime.json_structs import decode
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -161,8 +164,6 @@ def test_what_sglang_router_adds_changes_nothing():
     added |= dict(model=None, return_text_in_logprobs=False, return_hidden_states=False)
     ids = {"input_ids": [1, 2]}
     assert READER.generate({**ids, **added, "log_metrics": True}, 0) == READER.generate(ids, 0)
-    with pytest.raises(ApiError, match="continue_final_message"):
-        chat(continue_final_message=True)
 
 
 def test_a_long_list_of_ids_is_read_in_no_time():
@@ -199,12 +200,53 @@ DEEP = json.loads("[" * 900 + "]" * 900)
             "messages",
         ),
         (dict(tools=[{"type": "function"}]), "", "tools"),
-        (dict(tool_choice="required"), "'required' is not one of ['auto', 'none']", "tool_choice"),
-        (dict(response_format={"type": "json_object"}), "'text' was expected", "response_format"),
+        (dict(tool_choice="required"), "'required', and there are no tools", "tool_choice"),
+        (dict(tool_choice="all", tools=[TOOL]), "'all'; use one of auto, none", "tool_choice"),
+        (
+            dict(tool_choice={"type": "function", "function": {"name": "g"}}, tools=[TOOL]),
+            "names 'g'; the tools are f",
+            "tool_choice",
+        ),
+        (dict(response_format={"type": "xml"}), "'xml' is not one of", "response_format"),
+        (dict(response_format={"type": "json_schema"}), "add it", "response_format"),
+        (
+            dict(response_format={"type": "json_schema", "json_schema": {"schema": {"not": {}}}}),
+            "cannot be enforced",
+            "response_format",
+        ),
+        (
+            dict(response_format={"type": "json_object"}, ignore_eos=True),
+            "leave ignore_eos out",
+            "ignore_eos",
+        ),
+        (
+            dict(response_format={"type": "json_object"}, tool_choice="required", tools=[TOOL]),
+            "leave one of them out",
+            "response_format",
+        ),
+        (dict(thinking={"budget_tokens": -1}), "-1 is ", "thinking.budget_tokens"),
+        (
+            dict(thinking={"budget_tokens": 1}, thinking_token_budget=2),
+            "differ; leave one of them out",
+            "thinking",
+        ),
+        (dict(continue_final_message=True), "message 0 has role 'user'", "messages"),
+        (
+            dict(add_generation_prompt=False),
+            "leave add_generation_prompt out",
+            "add_generation_prompt",
+        ),
+        (dict(modalities=["audio"]), "['text'] was expected", "modalities"),
+        (dict(separate_reasoning=1), "True was expected", "separate_reasoning"),
+        (
+            dict(repetition_penalty=1.1),
+            "1.1 is not supported, 1 was expected",
+            "repetition_penalty",
+        ),
         (dict(top_logprobs=3), "top_logprobs needs logprobs", "top_logprobs"),
         (dict(top_logprobs=21, logprobs=True), "21 is ", "top_logprobs"),
         (dict(frequency_penalty=1), "0 was expected", "frequency_penalty"),
-        (dict(reasoning_effort="off"), "'off' is not one of ['none', ", "reasoning_effort"),
+        (dict(reasoning_effort="off"), "'off' is not one of ['high', ", "reasoning_effort"),
         (
             dict(thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": False}),
             "have different values of enable_thinking",
@@ -219,6 +261,16 @@ def test_wrong_chats_are_400_and_name_the_field(body, words, param):
     assert error.status == 400 and words in str(error) and "\n" not in str(error)
     assert param is None or error.param.startswith(param)
     assert error.body["error"]["type"] == "invalid_request_error" and len(str(error)) < 500
+
+
+def test_knows_all_levels_of_effort():
+    assert set(typing.get_args(Effort)) == EFFORTS.keys()
+
+
+def test_generate_refuses_a_text_as_ids():
+    with pytest.raises(ApiError, match="give it as text") as caught:
+        READER.generate({"input_ids": "To be"}, 0)
+    assert caught.value.param == "input_ids"
 
 
 @pytest.mark.parametrize("value", [[], [[]], [1.5], [True], ["a", 1], [[1], "a", 2], {}, 7])
@@ -257,6 +309,6 @@ def test_bodies_that_are_no_json(body, words):
 @pytest.mark.parametrize("body", [None, [], "x", 3, {"path": "x"}, {"path": "x", "version": -1}])
 def test_updates_are_checked(body):
     with pytest.raises(ApiError):
-        validate(body, UPDATE)
-    said = {"path": "x", "version": 1}
-    assert validate(said | {"policy": None}, UPDATE) == said
+        decode(body, UpdateRequest)
+    update = decode({"path": "x", "version": 1.0, "policy": None}, UpdateRequest)
+    assert update == UpdateRequest(path="x", version=1) and type(update.version) is int

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import serve
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.request import Request
+from glm5_jax.inference.request import EngineConfig, Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.inference.stop_checker import StopChecker
@@ -126,7 +126,9 @@ def test_worker_answers_all_calls_of_an_engine_that_fails():
 def test_process_ends_with_a_code_that_launchers_restart(capsys):
     """Neither 2, a mistake of the user, nor 75, which asks for a start without end."""
     made = Engine(
-        model(), Tokenizer.default(), page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=64
+        model(),
+        Tokenizer.default(),
+        EngineConfig(page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=64),
     )
     config = serve.ServeConfig(server=ServerConfig(port=0, model="tiny"))
     server = Server(made, Tokenizer.default(), config.server)
@@ -143,7 +145,9 @@ def test_process_ends_with_a_code_that_launchers_restart(capsys):
 
 def test_process_ends_with_0_when_it_is_stopped():
     made = Engine(
-        model(), Tokenizer.default(), page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=64
+        model(),
+        Tokenizer.default(),
+        EngineConfig(page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=64),
     )
     server = Server(made, Tokenizer.default(), ServerConfig(port=0))
     asyncio.run(server.serve(lambda port: server.stop()))

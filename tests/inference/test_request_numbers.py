@@ -4,40 +4,55 @@ import concurrent.futures
 import json
 
 import pytest
+from msgspec import inspect
 
-from glm5_jax.inference import protocol
+from glm5_jax.inference import request_bodies
+from glm5_jax.inference.anthropic_protocol import MessagesRequest
+from glm5_jax.inference.responses_protocol import ResponsesRequest
 from tests.inference.conftest import serving
 from tests.inference.test_server import get, post
 
 EDGES = ["2.0", "2147483648", "9223372036854775808", "1e300", "1e-30", "NaN", "-1"]
 VALUES = [*EDGES, "2", "1e400", "-2147483649", "true", '"2"', "9" * 500]
 HI = [{"role": "user", "content": "hi"}]
-# A valid body of each endpoint, its schema, and where in the body a field of the schema stands.
+# The type of each endpoint's bodies, and a valid one.
 ENDPOINTS = {
     "/v1/chat/completions": (
-        protocol.CHAT,
+        request_bodies.ChatRequest,
         {"messages": HI, "max_tokens": 1, "logprobs": True, "thinking": {"type": "disabled"}},
     ),
-    "/v1/completions": (protocol.COMPLETION, {"prompt": "hi", "max_tokens": 1}),
-    "/generate": (protocol.GENERATE, {"text": "hi", "sampling_params": {"max_new_tokens": 1}}),
-    "/update_weights": (protocol.UPDATE, {"path": "nowhere", "version": 1}),
+    "/v1/messages": (MessagesRequest, {"messages": HI, "max_tokens": 1}),
+    "/v1/responses": (
+        ResponsesRequest,
+        {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "none"}},
+    ),
+    "/v1/completions": (request_bodies.CompletionRequest, {"prompt": "hi", "max_tokens": 1}),
+    "/generate": (
+        request_bodies.GenerateRequest,
+        {"text": "hi", "sampling_params": {"max_new_tokens": 1}},
+    ),
+    "/update_weights": (request_bodies.UpdateRequest, {"path": "nowhere", "version": 1}),
     "/weights/begin": (
-        protocol.BEGIN,
+        request_bodies.BeginPush,
         {"push": "p", "version": 1, "tensors": {}, "arithmetic": {}},
     ),
 }
 
 
-def numeric_fields(schema, path=()):
-    """Yields the paths of all fields that a schema says are numbers, those of lists and maps too."""
-    if schema.get("type") in ("integer", "number"):
+def numeric_fields(kind, path=()):
+    """Yields the paths of all numbers that a type describes, those of lists and maps too."""
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
         yield path
-    for name, own in schema.get("properties", {}).items():
-        yield from numeric_fields(own, (*path, name))
-    if isinstance(schema.get("items"), dict):
-        yield from numeric_fields(schema["items"], (*path, 0))
-    if isinstance(schema.get("additionalProperties"), dict):
-        yield from numeric_fields(schema["additionalProperties"], (*path, "7"))
+    elif isinstance(kind, inspect.UnionType):
+        for member in kind.types:
+            yield from numeric_fields(member, path)
+    elif isinstance(kind, inspect.StructType):
+        for field in kind.fields:
+            yield from numeric_fields(field.type, (*path, field.name))
+    elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
+        yield from numeric_fields(kind.item_type, (*path, 0))
+    elif isinstance(kind, inspect.DictType):
+        yield from numeric_fields(kind.value_type, (*path, "7"))
 
 
 def body_with(body, path, value):
@@ -56,8 +71,8 @@ def body_with(body, path, value):
 
 
 def cases():
-    for path, (schema, body) in ENDPOINTS.items():
-        for field in numeric_fields(schema):
+    for path, (kind, body) in ENDPOINTS.items():
+        for field in numeric_fields(inspect.type_info(kind)):
             for value in VALUES:
                 yield path, body, field, value
 

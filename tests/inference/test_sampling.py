@@ -137,7 +137,7 @@ def test_only_rules_that_cut_need_a_sort():
 
 def test_names_values_out_of_range():
     values = {
-        "max_tokens": [0],
+        "max_tokens": [-1],
         "temperature": [-0.1, float("nan"), float("inf")],
         "top_p": [1.1, 0],
     }

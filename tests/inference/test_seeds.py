@@ -18,7 +18,7 @@ def test_draws_fresh_replies_without_a_seed():
 
     def replies(**options):
         options = dict(page_size=PAGE, num_pages=18, max_num_seqs=4, prefill_chunk=32) | options
-        made = Engine(model(), Tokenizer.default(), **options)
+        made = Engine(model(), Tokenizer.default(), EngineConfig(**options))
         return [reply.ids for reply in made.generate([prompt] * 2, FREE)]
 
     assert EngineConfig().seed is None

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.inference.client import ServerError
 from glm5_jax.inference.metrics import EngineMetrics
+from glm5_jax.inference.pending_requests import PendingRequests
 from glm5_jax.inference.protocol import ParsedRequest
 from glm5_jax.inference.request import Handle, Request, Token
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.server import PendingRequests
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
@@ -30,7 +30,10 @@ from tests.inference.test_engine import alone, engine
 TOKENIZER = Tokenizer.default()
 HI = [{"role": "user", "content": "hi"}]
 PUSHES = ("/weights/begin", "/weights/part", "/weights/commit", "/weights/abort")
-POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/update_weights", *PUSHES)
+POSTS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate"),
+    *("/update_weights", *PUSHES),
+)
 
 
 @pytest.fixture
@@ -195,7 +198,12 @@ def metrics(server):
         ),
         ("/update_weights", {"path": "x", "version": 1}, 400, "no checkpoint that this server"),
         ("/v1/chat/completion", {}, 404, "no /v1/chat/completion; there are GET /, /v1/models, "),
-        ("/nowhere", {}, 404, "POST /v1/chat/completions, /v1/completions, /generate, /pause"),
+        (
+            "/nowhere",
+            {},
+            404,
+            "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, ",
+        ),
         ("/health", {}, 405, "Method Not Allowed"),
     ],
 )
@@ -349,7 +357,8 @@ NAMES = (
 )
 def test_no_body_makes_it_fail(healthy, path, body, sound):
     if sound and isinstance(body, dict):
-        body = {"messages": HI, "prompt": "x", "input_ids": [1], "max_tokens": 2} | body
+        texts = {"messages": HI, "prompt": "x", "input": "x", "input_ids": [1]}
+        body = texts | {"max_tokens": 2} | body
     data = body if isinstance(body, bytes) else json.dumps(body, allow_nan=True).encode()
     connection = http.client.HTTPConnection("127.0.0.1", healthy.port, timeout=60)
     connection.request("POST", path, data)

@@ -12,7 +12,7 @@ from glm5_jax import presets
 from glm5_jax.inference import serving_cost
 from glm5_jax.inference.quantize import table
 from glm5_jax.inference.serving_cost import Serving, TokenCost
-from glm5_jax.model import block, expert_dispatch, glm5
+from glm5_jax.model import attention, block, expert_dispatch, glm5, moe
 from glm5_jax.model.cache import PagedCache, init_pages
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.parallel.flops import count_flops
@@ -20,7 +20,7 @@ from glm5_jax.parallel.tree import flatten
 from pallas_kernels import blocks
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.cost import Cost
-from pallas_kernels.lightning_indexer import ref as indexer
+from pallas_kernels.lightning_indexer import xla as indexer
 from tests.mesh import cases
 
 CFG = cases.config()  # three layers, the last one without an indexer; 11 keys are selected
@@ -29,18 +29,18 @@ DENSE, DSA = Serving(attention="dense"), Serving(attention="sparse", sharing=4)
 W4A8 = Serving(attention="sparse", quantised=True, index_cache="fp8", latent_cache="fp8")
 ROWS, LENGTH, SLOTS = 4, 16, 8
 
-# Where the forward does the products of each component.
+# Where the forward does the products of each component: a function, and the modules that call it.
 PLACES = {
-    "prologue": (block, "mla_prologue"),
-    "keys": (block, "index_keys"),
-    "queries": (block, "index_queries"),
-    "scores": (indexer, "_index_scores"),
-    "mla": (block, "mla"),
-    "paged_mla": (block, "paged_mla"),
-    "route": (block, "route"),
-    "routed": (block, "routed_experts"),
-    "mlp": (block, "mlp"),
-    "head": (glm5, "compute_logits"),
+    "prologue": ("mla_prologue", attention),
+    "keys": ("index_keys", attention),
+    "queries": ("index_queries", attention),
+    "scores": ("_index_scores", indexer),
+    "mla": ("mla", attention),
+    "paged_mla": ("paged_mla", attention),
+    "route": ("route", moe),
+    "routed": ("routed_experts", moe),
+    "mlp": ("mlp", block, moe),
+    "head": ("compute_logits", glm5),
 }
 
 
@@ -51,13 +51,15 @@ def counted(monkeypatch):
     monkeypatch.setattr(blocks, "EXTENTS", LENGTH)
     monkeypatch.setattr(expert_dispatch, "FETCH_SHARE", math.inf)
     jax.clear_caches()  # of layers that were traced as they are
-    for name, (module, attribute) in PLACES.items():
+    for name, (attribute, *modules) in PLACES.items():
+        plain = getattr(modules[0], attribute)
 
-        def named(*args, plain=getattr(module, attribute), name=f"counted_{name}", **kwargs):
+        def named(*args, plain=plain, name=f"counted_{name}", **kwargs):
             with jax.named_scope(name):
                 return plain(*args, **kwargs)
 
-        monkeypatch.setattr(module, attribute, named)
+        for module in modules:
+            monkeypatch.setattr(module, attribute, named)
 
     def count(function, *args, places=tuple(PLACES)):
         scopes = {name: f"counted_{name}" for name in places} | {"": None}

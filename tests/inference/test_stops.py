@@ -41,3 +41,11 @@ def test_a_length_ends_it_and_a_stop_in_its_last_place_goes_before():
     assert ended([A, B, C], most=2) == (2, ("length", None))
     assert ended([A, END], most=2) == (2, ("stop", END))
     assert ended([A, B], most=2, stop=("ab",)) == (2, ("stop", "ab"))
+
+
+def test_ends_at_late_tokens_only_after_the_token_before_them():
+    late = {"late_stop_ids": (B,)}
+    assert ended([A, B, A], **late) == (2, ("stop", B))
+    assert ended([B, B, C, A, B, A], stop_after=C, **late) == (5, ("stop", B))
+    assert ended([C, A, B, B], stop_after=C, stop=("ab",), **late) == (3, ("stop", B))
+    assert ended([B, END], stop_after=C, **late) == (2, ("stop", END))

@@ -10,14 +10,15 @@ import dataclasses
 import jax
 
 from experiments import rl_agentic
-from experiments.rl_agentic import AgenticConfig, ClusterConfig
+from experiments.rl_agentic import AgenticConfig
 from experiments.rl_reasoning import TaskWeight
 from glm5_jax.agents.context import ContextConfig
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.config import EvaluationConfig, policy_alone
+from glm5_jax.rl.config import EvaluationConfig, policy_step_config
+from glm5_jax.rl.programs.cluster import ClusterConfig
 from glm5_jax.rl.rollouts.rollout import RolloutConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.loop import TrainConfig
@@ -26,7 +27,7 @@ from glm5_jax.training.schedule import ScheduleConfig
 from tests.model.small import one_layer
 
 MODEL = one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite")
-PROGRAMS = ("engine-0", "gateway-0", "hub-0", "task-0-0", "task-1-0", "train-0")
+PROGRAMS = ("engine-0", "gateway-0", "orchestrator-0", "task-0-0", "task-1-0", "train-0")
 serve, roles = rl_agentic.serve, rl_agentic.roles
 
 
@@ -41,7 +42,7 @@ def get_config(variant: str = "small") -> AgenticConfig:
         schedule=ScheduleConfig(
             kind="constant", peak=1e-3, end=0.0, warmup_steps=0, total_steps=12
         ),
-        step=dataclasses.replace(policy_alone(), remat="none"),
+        step=dataclasses.replace(policy_step_config(), remat="none"),
         train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=2),
         rollout=RolloutConfig(prompts=2, group=4, max_tokens=4, max_turns=2, thinking=False),
         engine=EngineConfig(
@@ -55,7 +56,7 @@ def get_config(variant: str = "small") -> AgenticConfig:
         max_running=6,
         agent_timeout_s=60.0,
         judge_timeout_s=10.0,
-        batch_seconds=300.0,
+        batch_timeout_s=300.0,
         tasks=(
             TaskWeight(TaskConfig(kind="addition", size=500, digits=1)),
             TaskWeight(TaskConfig(kind="addition", size=500, digits=2)),

@@ -15,7 +15,7 @@ from glm5_jax.runtime.utilization import read_utilization
 from tests.contracts.source_tree import ROOT
 from tests.journeys import agentic_system
 from tests.journeys.agentic_system import PROGRAMS
-from tests.rl.test_asynchronous import CHARTS
+from tests.rl.test_async_trainer import CHARTS
 from tests.runtime.test_process import ends
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -129,7 +129,7 @@ def test_whoever_is_killed_the_run_ends_and_learns_nothing_twice(checkpoint, tmp
     """At random moments, each program in turn, until all have died several times."""
     workdir, draw = tmp_path / "run", random.Random(0)
     steps = 4 * STEPS
-    flags = [f"--experiment.schedule.total_steps={steps}", "--experiment.batch_seconds=600"]
+    flags = [f"--experiment.schedule.total_steps={steps}", "--experiment.batch_timeout_s=600"]
     process = start("launch.local", workdir, checkpoint, *flags)
     wait_for_step(process, workdir, 1)
     killed = []

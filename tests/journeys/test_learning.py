@@ -15,7 +15,7 @@ from glm5_jax.metrics.metrics_log import column, read
 ROOT = pathlib.Path(__file__).parents[2]
 RECENT = 25  # steps of a running mean
 # A half of all is exact by then. Seed 0 passes at step 405; at step 500 seeds 0 to 2 had 0.68, 0.56 and 0.86, and runs
-# whose sums are rounded otherwise, as other processors do, 0.38 to 0.64 (experiments/LOG.md).
+# whose sums are rounded otherwise, as other processors do, 0.38 to 0.64 (docs/results/reinforcement_learning.md).
 BY_STEP = 600
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -149,18 +149,15 @@ def test_a_run_that_saved_nothing_leaves_nothing_to_the_next(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
-@pytest.mark.slow
-def test_text_that_turns_out_broken_stops_the_run_in_one_line(tmp_path, alone):
-    """A line that only reading it finds: a string in it looks like its field, no sample holds it."""
+def test_rejects_a_late_line_without_text_before_the_run_starts(tmp_path, capsys):
     lines = [json.dumps({"text": f"line {i}"}) for i in range(12_000)]
     lines[11_990] = '{"body": "text"}'
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     sources = [{"kind": "jsonl", "path": str(tmp_path / "text.jsonl")}]
-    code, err = alone(command(tmp_path / "run", **DENSE, **{"data.sources": sources}))
-    [line] = [x for x in err.splitlines() if x.startswith("error:")]
-    assert code == 1
-    assert "baselines: " in line and "text.jsonl, line 11991 has no string at 'text'" in line
-    assert "no checkpoint is complete yet" in line
+    assert run.main(command(tmp_path / "run", **DENSE, **{"data.sources": sources})) == 2
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
+    assert "text.jsonl, line 11991 has no string at 'text'" in line
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -19,12 +19,12 @@ from glm5_jax.parallel import tree
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.text import layouts
 from glm5_jax.training import report
-from glm5_jax.training.experiment import ExperimentConfig, SampleConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig
 from glm5_jax.training.schedule import ScheduleConfig
-from glm5_jax.training.step import StepConfig
-from launch import run
+from glm5_jax.training.step_config import StepConfig
+from launch import stage_runner
 from tests.model.small import one_layer
 
 STEPS = 2
@@ -80,7 +80,9 @@ def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_the
 ):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     config = life()
-    assert run.run_config(types.SimpleNamespace(), config, tmp_path, PreemptionGuard()) == 0
+    assert (
+        stage_runner.run_stages(types.SimpleNamespace(), config, tmp_path, PreemptionGuard()) == 0
+    )
     dense, warm, sparse, tuned = (
         weights(getattr(config, name), tmp_path / name) for name in STAGES
     )

@@ -3,7 +3,7 @@ whose calls the real tool answers and whose traces and answers the real verifier
 
 This shows the path, not that anything is generalised: four products, which SFT shows too, each more often with the
 product of others as the answer, without a call, than with a call. That products which nobody has seen are learnt, takes
-the whole life before it: experiments/LOG.md.
+the whole life before it: docs/results/reinforcement_learning.md.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ RL = MODEL | {
     "engine.max_length": 416,
     "length": 416,
     "rows": 32,
-    "credit.drop_flat": False,
+    "credit.drop_zero_variance_groups": False,
     "evaluation.tasks": 0,
-    "agreement.attempts": 0,
+    "mismatch.attempts": 0,
     # Thrice that rate forgets to call as often as it learns to: bits decide, which hang on who asks the engine when.
     "schedule.peak": 2.5e-4,
     "schedule.end": 2.5e-5,

@@ -13,7 +13,7 @@ import pytest
 from experiments import distill, lifecycle, rl_agentic, rl_general, rl_reasoning
 from glm5_jax.envs.instructions.generated_tasks import ConstraintTaskConfig
 from glm5_jax.metrics.metrics_log import column, read
-from glm5_jax.rl.trainers.skill_matrix import FORM
+from glm5_jax.rl.trainers.skill_matrix import FORM_KIND
 from glm5_jax.training.lifecycle_report import SKILLS
 from tests.conftest import FAST_COMPILE
 from tests.contracts.source_tree import ROOT
@@ -37,7 +37,7 @@ def fewer(config):
         "engine.prefill_chunk": 256,
         "evaluation.tasks": 2,
         # A policy of a few steps gets none right.
-        "credit.drop_flat": False,
+        "credit.drop_zero_variance_groups": False,
     }
     for name in ("tasks", *distill.ORIGINS):
         shares = getattr(config, name, ())
@@ -115,7 +115,7 @@ def test_a_life_that_was_killed_ends_with_skills_chats_and_its_budget(plain_env,
     skills = json.loads((workdir / SKILLS).read_text())
     taught = ["sft", *RL]
     assert len(skills["rewards"]) == 7 and {*skills["rewards"]} == {*skills["samples"]}
-    assert sum(name.startswith(FORM) for name in skills["rewards"]) == 2
+    assert sum(name.startswith(FORM_KIND) for name in skills["rewards"]) == 2
     page = (workdir / "report" / "index.html").read_text()
     assert "<h2>Skills</h2>" in page and all(f">{name}<" in page for name in STAGES)
     for skill, rewards in skills["rewards"].items():
@@ -123,8 +123,8 @@ def test_a_life_that_was_killed_ends_with_skills_chats_and_its_budget(plain_env,
         assert all(0 <= reward <= 1 for reward in rewards.values())
         line = " -> ".join(f"{reward:.2f}" for reward in rewards.values())
         shown = skills["samples"][skill]
-        assert {*shown} == {"asked", *taught} and shown["asked"]
-        assert f"\n{skill}: {line}\n  {shown['asked']}\n  {shown['distill']}" in out
+        assert {*shown} == {"prompt", *taught} and shown["prompt"]
+        assert f"\n{skill}: {line}\n  {shown['prompt']}\n  {shown['distill']}" in out
         assert skill in page
     chats = (workdir / "sft" / "samples" / f"{STEPS['sft']}.txt").read_text()
     assert chats.count("<|assistant|>") >= 4 and "husband" in chats

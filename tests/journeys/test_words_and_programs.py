@@ -55,7 +55,7 @@ RL = {
     "engine.max_num_seqs": 72,
     "engine.max_length": 256,
     "evaluation.tasks": 0,
-    "agreement.attempts": 0,
+    "mismatch.attempts": 0,
     "schedule.peak": 3e-4,
     "schedule.total_steps": STEPS,
     "train.save_interval": 0,
@@ -120,7 +120,7 @@ def test_both_kinds_are_learnt_from_what_their_verifiers_say(tmp_path, plain_env
     assert column(rows, "rollout/environment_errors")[1] == [0.0] * STEPS
     truncated = column(rows, "rollout/truncated")[1]
     assert len(truncated) == STEPS and max(truncated) < 0.5
-    flat = column(rows, "rollout/flat_groups")[1]
+    flat = column(rows, "rollout/zero_variance_groups")[1]
     assert max(flat[:2]) < 1  # attempts at one task differed in what they were worth
 
 
@@ -156,11 +156,17 @@ def test_a_program_that_does_harm_costs_only_its_own_reward(tmp_path):
     programs = [REVERSE, *HARM, REVERSE + deletes, REVERSE]
     said = [words.data["answer"], "1"], [f"```python\n{code}\n```" for code in programs]
     groups = [
-        Group(task, [Attempt(({"role": "assistant", "content": text},)) for text in texts], [])
+        Group(
+            task=task,
+            attempts=[
+                Attempt(messages=({"role": "assistant", "content": text},)) for text in texts
+            ],
+            records=[],
+        )
         for task, texts in zip((words, program), said)
     ]
     try:
-        asyncio.run(judge(groups, stage.world, 64))
+        asyncio.run(judge(groups, stage.suite, 64))
     finally:
         stage.close()
     math, code = ([reward.value for reward in group.rewards] for group in groups)

@@ -1,4 +1,4 @@
-"""Problems that the attention kernels share, and plain softmax attention in float64 as their answer."""
+"""Inputs for tests of the attention kernels, and softmax attention in float64 as reference."""
 
 import numpy as np
 
@@ -17,22 +17,22 @@ SEGMENTS = np.repeat([[0, 1, 2, 3], [4, 5, 5, 6]], [3, 5, 5, 7], axis=1)  # key 
 
 
 def keep(start, segments, topk, window=None):
-    """bool [b t s] of the keys that each query attends to."""
+    """Returns bool [b t s], True for the keys that each query attends to."""
     query = start + np.arange(T)
     mask = np.arange(S) <= query[:, None]
     if window is not None:
         mask = mask & oracle.within_window(query, np.arange(S), window)
     mask = np.broadcast_to(mask, (B, T, S))
     if segments is not None:
-        own = segments[:, start : start + T]
-        mask = mask & (own[:, :, None] == segments[:, None]) & (own != 0)[..., None]
+        q_segments = segments[:, start : start + T]
+        mask = mask & (q_segments[:, :, None] == segments[:, None]) & (q_segments != 0)[..., None]
     if topk is not None:
         mask = mask & (topk[..., None] == np.arange(S)).any(-2)
     return mask
 
 
 def plain(q, k, v, dy, mask):
-    """(y, largest logit, dq, dk, dv) of softmax attention in float64; k and v [b s n .]."""
+    """Returns (y, largest logit, dq, dk, dv) of softmax attention in float64; k and v are [b s n .]."""
     q, k, v, dy = (a.astype(np.float64) for a in (q, k, v, dy))
     logits = np.where(mask[:, None], np.einsum("btnx,bsnx->bnts", q, k) * SCALE, -np.inf)
     p = oracle.softmax(logits)
@@ -44,7 +44,7 @@ def plain(q, k, v, dy, mask):
 
 
 def lse(q, k, mask):
-    """float64 [b t n] log-sum-exp of the logits of q over k [b s n x]; infinite where nothing is visible."""
+    """Returns float64 [b t n], the log-sum-exp of the logits of q over k [b s n x]; inf without visible keys."""
     logits = np.einsum("btnx,bsnx->btns", q.astype(np.float64), k.astype(np.float64)) * SCALE
     logits = np.where(mask[:, :, None], logits, -np.inf)
     with np.errstate(divide="ignore"):
@@ -53,6 +53,6 @@ def lse(q, k, mask):
 
 
 def topk_of(start, segments):
-    """int32 [b t 4] random visible keys, -1 where fewer are visible."""
+    """Returns int32 [b t 4] random visible keys, -1 where fewer are visible."""
     mask = keep(start, segments, None)
     return indexer.select(RNG.random(mask.shape), mask, 4)

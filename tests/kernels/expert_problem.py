@@ -1,4 +1,4 @@
-"""Small experts and one expert's SwiGLU with its gradients in float64."""
+"""Weights of small experts, and one expert's SwiGLU with its gradients in float64."""
 
 import functools
 
@@ -17,7 +17,7 @@ def weights():
 
 
 def gradients(x, dy, gate, up, down):
-    """(y, dx, dgate, dup, ddown) of one expert's SwiGLU, in float64 by the chain rule."""
+    """Returns (y, dx, dgate, dup, ddown) of one expert's SwiGLU, in float64 by the chain rule."""
     x, dy = x.astype(np.float64), dy.astype(np.float64)
     g, u = x @ gate, x @ up
     s = oracle.sigmoid(g)

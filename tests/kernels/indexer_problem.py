@@ -1,4 +1,4 @@
-"""Problems that the kernels of the indexer's training share; queries of one batch row see nothing."""
+"""Inputs for tests of the kernels that train the indexer; some queries of a batch row see no key."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ OUTPUTS = ("loss", "kl", "d_idx_q", "d_idx_w", "d_idx_k")
 
 
 def problem(seed: int = 0, key_heads: int = N, t: int = T, s: int = S) -> dict[str, np.ndarray]:
-    """float32 arrays by the names of the public functions, the weights with zeros."""
+    """Returns float32 arrays by the argument names of the public functions; some weights are zero."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -36,36 +36,36 @@ SEGMENTS = np.stack(
 
 
 def keep(start: int, segments=None, t: int = T, s: int = S) -> np.ndarray:
-    """bool [b t s]: which keys each query sees."""
+    """Returns bool [b t s], True for the keys that each query sees."""
     mask = np.broadcast_to(np.arange(s) <= start + np.arange(t)[:, None], (B, t, s))
     if segments is None:
         return mask
-    own = segments[:, start : start + t]
-    return mask & (own[:, :, None] == segments[:, None]) & (own != 0)[..., None]
+    q_segments = segments[:, start : start + t]
+    return mask & (q_segments[:, :, None] == segments[:, None]) & (q_segments != 0)[..., None]
 
 
 def spread(k, heads: int = N):
-    """Keys [b s m x] for every head of queries: [b s n x]."""
+    """Repeats keys [b s m x] for every query head: [b s n x]."""
     return np.repeat(k, heads // k.shape[2], axis=2)
 
 
-def expected(given, mask, scale=SCALE) -> dict[str, np.ndarray]:
-    """The oracle's answer in float64."""
-    wide = {name: x.astype(np.float64) for name, x in given.items()}
+def expected(inputs, mask, scale=SCALE) -> dict[str, np.ndarray]:
+    """Returns the oracle's outputs in float64."""
+    wide = {name: x.astype(np.float64) for name, x in inputs.items()}
     k = spread(wide.pop("k"))
     return oracle.indexer_kl(k=k, keep=mask, scale=scale, **wide)
 
 
-def log_sum_exp(given, mask, scale=SCALE):
-    """float32 [b t n], as the attention would hand it over."""
-    q, k = (given[name].astype(np.float64) for name in "qk")
+def log_sum_exp(inputs, mask, scale=SCALE):
+    """Returns the attention's log-sum-exp, float32 [b t n]."""
+    q, k = (inputs[name].astype(np.float64) for name in "qk")
     return oracle.log_sum_exp(q, spread(k), mask, scale).astype(np.float32)
 
 
-def pulled(call, given) -> dict[str, np.ndarray]:
-    """Returns call(given) = (loss, kl) with the gradients of TRAINED, by the oracle's names."""
-    run = jax.value_and_grad(lambda trained: call(given | trained), has_aux=True)
-    (loss, kl), gradients = jax.jit(run)({name: given[name] for name in TRAINED})
+def with_gradients(call, inputs) -> dict[str, np.ndarray]:
+    """Returns (loss, kl) = call(inputs) and the gradients of TRAINED, by the oracle's names."""
+    run = jax.value_and_grad(lambda trained: call(inputs | trained), has_aux=True)
+    (loss, kl), gradients = jax.jit(run)({name: inputs[name] for name in TRAINED})
     return {"loss": loss, "kl": kl} | {f"d_{name}": g for name, g in gradients.items()}
 
 
@@ -74,25 +74,25 @@ def assert_equal(got, want, names=OUTPUTS):
         np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
 
 
-def target_gradients(call, given, lse):
-    """Returns the gradients of call(given, lse) = (loss, kl) by what the target is made of, and by the weight."""
+def target_gradients(call, inputs, lse):
+    """Returns the gradients of (loss, kl) = call(inputs, lse) by the target's inputs q, k and lse and by the weight."""
 
     def loss(q, k, lse, weight):
-        loss, kl = call(given | {"q": q, "k": k, "weight": weight}, lse)
+        loss, kl = call(inputs | {"q": q, "k": k, "weight": weight}, lse)
         return loss + jnp.sum(kl)
 
-    return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(given["q"], given["k"], lse, given["weight"])
+    return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(inputs["q"], inputs["k"], lse, inputs["weight"])
 
 
-def in_bfloat16(given):
-    """Returns (the problem in bfloat16 but for the weights, the same rounded numbers in float32)."""
+def in_bfloat16(inputs):
+    """Returns (the inputs in bfloat16 except the weights, the same rounded numbers in float32)."""
     wide = ("idx_w", "weight")
-    low = {n: x if n in wide else jnp.asarray(x, jnp.bfloat16) for n, x in given.items()}
+    low = {n: x if n in wide else jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()}
     return low, {name: np.asarray(x, np.float32) for name, x in low.items()}
 
 
-def assert_summed_wide(low, want, got, again):
-    """Checks two equal results of a problem in bfloat16 against the oracle's."""
+def assert_summed_in_float32(low, want, got, again):
+    """Checks that two results in bfloat16 are equal and near the oracle's."""
     np.testing.assert_allclose(got["kl"], want["kl"], atol=2e-5)
     for name in OUTPUTS:
         np.testing.assert_array_equal(got[name], again[name])

@@ -1,4 +1,4 @@
-"""`python -m pallas_kernels.bench`: what it prints, what it compares with, and what it refuses."""
+"""Tests of `python -m pallas_kernels.bench`: its output, its baselines and its errors."""
 
 import json
 
@@ -15,38 +15,39 @@ def run(capsys, *args):
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_a_line_for_each_case_with_xla_and_what_libraries_take(capsys, tmp_path):
+def test_prints_times_of_xla_and_libraries_per_case(capsys, tmp_path):
     code, lines = run(capsys, "top_k", "--json", str(tmp_path / "lines.jsonl"))
     assert code == 0 and "No accelerator" in lines[1]
     assert [line.split()[:3] for line in lines[2:]] == [
-        [*"top_k decode ref".split()],
-        [*"top_k prefill ref".split()],
+        "top_k decode xla".split(),
+        "top_k prefill xla".split(),
     ]
     assert all(
         "x lax.top_k" in line and " ms" in line and "failed" not in line for line in lines[2:]
     )
-    found = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert [f["case"] for f in found] == ["decode", "prefill"]
-    for f in found:
-        assert f["seconds"] >= f["best_seconds"] > 0 and f["libraries"]["lax.top_k"] > 0
-        assert f["gb_per_s"] == pytest.approx(4 * 3 * 20500 / f["seconds"] / 1e9)
+    records = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [record["case"] for record in records] == ["decode", "prefill"]
+    for record in records:
+        assert record["seconds"] >= record["best_seconds"] > 0
+        assert record["libraries"]["lax.top_k"] > 0
+        assert record["gb_per_s"] == pytest.approx(4 * 3 * 20500 / record["seconds"] / 1e9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["decode", "backward"])
-def test_a_case_alone_at_changed_sizes(capsys, case):
+def test_measures_one_case_at_given_sizes(capsys, case):
     code, lines = run(capsys, "grouped_matmul", "--case", case, "--shape", "m=96,filled=90")
     assert code == 0 and len(lines) == 3 and "x lax.ragged_dot" in lines[2]
 
 
-def test_a_baseline_that_gives_something_else_is_not_compared_with(capsys, monkeypatch):
+def test_rejects_baseline_with_other_results(capsys, monkeypatch):
     wrong = baselines.Baseline("jax", lambda x, sizes: x["scores"][:, : sizes["k"]].astype(int))
     monkeypatch.setitem(baselines.BASELINES, ("top_k", "decode"), {"wrong": wrong})
     code, lines = run(capsys, "top_k", "--case", "decode")
     assert "x wrong" not in lines[2] and "wrong failed: ValueError: its results differ" in lines[2]
 
 
-def test_what_cannot_run_is_told_and_fails(capsys, monkeypatch):
+def test_reports_failing_kernel_by_exit_code(capsys, monkeypatch):
     broken = cases("top_k")["decode"]._replace(run=lambda *args: 1 / 0)
     monkeypatch.setitem(cases("top_k"), "decode", broken)
     monkeypatch.setattr(baselines, "BASELINES", {})
@@ -55,7 +56,7 @@ def test_what_cannot_run_is_told_and_fails(capsys, monkeypatch):
 
 
 def test_times_every_result_of_a_call():
-    """Of three products, the bench once timed the only one that gives the first result."""
+    """XLA would remove the products of the second result if the bench used only the first."""
 
     def function(x):
         return x @ x, (x.T @ x).T @ x
@@ -74,23 +75,24 @@ def test_checks_the_timed_sizes_on_request(monkeypatch):
     def first(x, sizes, _):
         return x["scores"][:, : sizes["k"]].astype(int)
 
-    forms = {"ref": first, "gpu": lambda *args: first(*args).at[0, 0].add(1)}
+    forms = {"xla": first, "gpu": lambda *args: first(*args).at[0, 0].add(1)}
     case = wrong._replace(run=lambda x, sizes, form: forms[form](x, sizes, form))
     monkeypatch.setitem(cases("top_k"), "decode", case)
     monkeypatch.setattr(bench.backends, "platform", lambda: "gpu")
     monkeypatch.setattr(baselines, "BASELINES", {})
-    found = bench.measure("top_k", "decode", dict(case.small), 0.01, full_check=True)
-    assert found["difference"] == found["full_check"]["difference"] == pytest.approx(1 / (3 * 500))
-    assert "full size: same bits twice, 6.7e-04 from XLA" in bench.format_line(found)
+    record = bench.measure("top_k", "decode", dict(case.small), 0.01, full_check=True)
+    assert record["difference"] == record["full_check"]["difference"]
+    assert record["difference"] == pytest.approx(1 / (3 * 500))
+    assert "full size: same bits twice, 6.7e-04 from XLA" in bench.format_line(record)
 
 
-def test_auto_leaves_out_forms_that_are_opt_in(monkeypatch):
+def test_auto_skips_opt_in_forms(monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
     monkeypatch.setattr(backends, "is_hopper", lambda: True)
     x = jnp.zeros((1, 1, 64, 64), jnp.bfloat16)
     g, state = jnp.zeros((1, 1, 64)), jnp.zeros((1, 1, 64, 64))
     args = (x, x, x, g, g, state, 64)
-    assert backends.select_backend("gated_delta", "auto", *args).name == "ref"
+    assert backends.select_backend("gated_delta", "auto", *args).name == "xla"
     assert backends.select_backend("gated_delta", "gpu", *args).name == "gpu"
     assert backends.select_backend("top_k", "auto", jnp.zeros((2, 64)), 8).name == "gpu"
 
@@ -107,10 +109,10 @@ def test_baselines_belong_to_cases():
         (["top_k", "--case", "no"], "no case 'no'; top_k has decode, prefill"),
         (["top_k", "--shape", "m=x"], "m needs a positive integer"),
         (["top_k", "--shape", "y=4"], "has no size 'y'"),
-        (["top_k", "--json", "nowhere/found.jsonl"], "No such file or directory: 'nowhere/"),
+        (["top_k", "--json", "nowhere/records.jsonl"], "No such file or directory: 'nowhere/"),
     ],
 )
-def test_wrong_arguments_are_named(capsys, args, message):
+def test_rejects_invalid_arguments(capsys, args, message):
     with pytest.raises(SystemExit):
         bench.main(args)
     assert message in capsys.readouterr().err

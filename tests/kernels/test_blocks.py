@@ -1,4 +1,4 @@
-"""Cutting queries into blocks."""
+"""Tests of the division of queries into blocks."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from pallas_kernels.blocks import EXTENTS, query_runs
 
 
 @pytest.mark.parametrize("start", [0, 40, None])
-def test_runs_cover_every_query_once_and_every_key_it_sees(start):
+def test_query_runs_cover_visible_keys(start):
     for t, block in itertools.product([1, 7, 64, 100, 1000, 2048], [1, 16, 128]):
         s, case = t + 50, f"{t} queries in blocks of {block}"
         runs = query_runs(t, s, start, block)
@@ -20,7 +20,7 @@ def test_runs_cover_every_query_once_and_every_key_it_sees(start):
             assert run.keys == s if start is None else run.keys > start + last, case
         if start is not None:
             assert len({run.keys for run in runs}) <= EXTENTS + 1, case
-            # Beyond what each query sees: part of a block's triangle and of an extent's.
+            # Wasted work is part of a block's triangle and of an extent's.
             needed = sum(min(start + q + 1, s) for q in range(t))
             wasted = sum(r.count * r.size * r.keys for r in runs) - needed
             assert wasted <= t * (block + t / EXTENTS), case

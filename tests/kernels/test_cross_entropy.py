@@ -1,4 +1,4 @@
-"""Projection and cross-entropy in chunks against the NumPy oracle, with exact gradients."""
+"""Tests of the chunked projection and cross-entropy and its gradients against the NumPy oracle."""
 
 import functools
 
@@ -9,14 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import compat
-from pallas_kernels.cross_entropy import Static, gpu, linear_cross_entropy, ref, tpu
+from pallas_kernels.cross_entropy import Static, gpu, linear_cross_entropy, tpu, xla
 from tests.kernels.implementations import (
+    implementation_names,
     interpreted,
     marks,
     over_implementations,
     over_pallas_forms,
-    watched,
-    written,
+    race_checked,
 )
 from tests.kernels.offline import compile_for
 from tests.oracles import cross_entropy
@@ -33,18 +33,18 @@ def projection():
 
 
 def over_forms(test):
-    """XLA in chunks that leave a remainder or not, and the Pallas forms, which choose their own blocks."""
+    """Parametrises over XLA in chunks with and without a remainder, and over the Pallas forms."""
     chunks = [
-        pytest.param("ref", chunk, id=f"ref-{chunk}", marks=marks(chunk != 5))
+        pytest.param("xla", chunk, id=f"xla-{chunk}", marks=marks(chunk != 5))
         for chunk in (1, 5, 13, 4096)
     ]
-    names = [name for name in written("cross_entropy") if name != "ref"]
+    names = [name for name in implementation_names("cross_entropy") if name != "xla"]
     forms = [pytest.param(interpreted(name), 13, id=name) for name in names]
     return pytest.mark.parametrize(("implementation", "chunk"), chunks + forms)(test)
 
 
 def gradients(targets, weight, z_weight, **named):
-    """jitted (hidden, head) -> ((loss, nll), (d_hidden, d_head)); the z-loss reaches the second output."""
+    """Returns a jitted (hidden, head) -> ((loss, nll), (d_hidden, d_head)); the z-loss uses the second output."""
 
     def loss(hidden, head):
         nll, logz = linear_cross_entropy(hidden, head, targets, **named)
@@ -53,7 +53,7 @@ def gradients(targets, weight, z_weight, **named):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
-def assert_is_the_oracle(got, expected):
+def assert_equals_oracle(got, expected):
     (loss, nll), (d_hidden, d_head) = got
     np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
     np.testing.assert_allclose(-nll, expected["logp"], atol=1e-5)
@@ -62,25 +62,27 @@ def assert_is_the_oracle(got, expected):
 
 
 @over_forms
-def test_cross_entropy_and_its_gradients(projection, implementation, chunk):
+def test_cross_entropy_and_gradients_equal_oracle(projection, implementation, chunk):
     hidden, head, targets, weight = projection
     expected = cross_entropy.linear_cross_entropy(hidden, head, targets, weight, 0.3)
     run = gradients(targets, weight, 0.3, chunk=chunk, implementation=implementation)
-    assert_is_the_oracle(run(hidden.astype(np.float32), head.astype(np.float32)), expected)
+    assert_equals_oracle(run(hidden.astype(np.float32), head.astype(np.float32)), expected)
 
 
 @pytest.fixture(scope="module")
 def tiles():
-    """Two blocks of rows of three pieces, two of words, neither full; every block of words raises the
-    maximum of some row and holds its target."""
+    """Returns inputs with two blocks of rows, of three pieces each, and two blocks of words.
+
+    The last block of either is not full. Each block of words raises the maximum of some row and holds its target.
+    """
     rng = np.random.default_rng(1)
     hidden, head = rng.standard_normal((1100, D)), rng.standard_normal((D, 1500))
     targets = rng.integers(0, 1500, 1100).astype(np.int32)
     return hidden, head, targets, rng.random(1100)
 
 
-@over_implementations("cross_entropy", slow="ref gpu")
-def test_many_tiles(tiles, implementation, monkeypatch):
+@over_implementations("cross_entropy", slow="xla gpu")
+def test_several_tiles_equal_oracle(tiles, implementation, monkeypatch):
     monkeypatch.setattr(tpu, "BACKWARD_ROWS", 400)
     hidden, head, targets, weight = tiles
     assert tpu.choose_tile(1100, D, 1500, 4) == (224, 3, 1024)
@@ -95,8 +97,8 @@ def test_many_tiles(tiles, implementation, monkeypatch):
 
 @over_implementations("cross_entropy", slow="gpu")
 @pytest.mark.parametrize("slope", [40.0, -40.0])
-def test_logits_of_tens_of_thousands(implementation, slope):
-    """They rise or fall over the vocabulary, so that the last or the first block holds the maximum."""
+def test_handles_logits_of_tens_of_thousands(implementation, slope):
+    """Logits rise or fall over the vocabulary, so the last or the first block holds the maximum."""
     head = slope * np.arange(1500, dtype=np.float32)[None]
     hidden, targets = np.float32([[1.0], [0.5]]), np.int32([3, 1499])
     run = jax.jit(functools.partial(linear_cross_entropy, chunk=2, implementation=implementation))
@@ -107,16 +109,16 @@ def test_logits_of_tens_of_thousands(implementation, slope):
 
 
 @pytest.mark.parametrize("m", [1, 128, 8192, 8193, 65_536, 101_376, 200_704])
-def test_rows_of_a_backward_are_whole_tiles_of_about_the_same_number(m):
-    rows = ref.rows_per_chunk(m, 8192)
+def test_divides_backward_rows_evenly_into_full_tiles(m):
+    rows = xla.rows_per_chunk(m, 8192)
     pieces = -(-m // rows)
     assert rows % 128 == 0 and rows <= 8192
-    assert pieces == -(-m // 8192), "no more of them than need be"
-    assert pieces * (rows - 128) < m, "next to none are added"
+    assert pieces == -(-m // 8192), "more pieces than needed"
+    assert pieces * (rows - 128) < m, "too much padding"
 
 
-def test_logits_never_exist_as_a_whole():
-    """400 rows of 5000 logits would be 8 MB, forward and backward; a chunk of 4 rows is 80 kB."""
+def test_never_materializes_all_logits():
+    """All logits (400 rows of 5000) would take 8 MB; those of a chunk of 4 rows take 80 kB."""
 
     def loss(hidden, head):
         return linear_cross_entropy(hidden, head, jnp.zeros(400, jnp.int32), 4)[0].sum()
@@ -130,8 +132,8 @@ def test_logits_never_exist_as_a_whole():
 
 
 @over_implementations("cross_entropy", slow="gpu")
-def test_bfloat16_sums_the_head_gradient_wide(implementation, monkeypatch):
-    """4096 equal rows: a bfloat16 sum would stop growing at 256 of them."""
+def test_sums_head_gradient_in_float32(implementation, monkeypatch):
+    """A bfloat16 sum over 4096 equal rows would stop growing at 256."""
     monkeypatch.setattr(tpu, "BACKWARD_ROWS", 64)
     rows = 4096
     hidden = jnp.ones((rows, 2), jnp.bfloat16)
@@ -167,10 +169,12 @@ def test_pallas_forms_take_bfloat16(tiles, name):
 
 @pytest.mark.slow
 @over_pallas_forms("cross_entropy", slow="gpu")
-def test_pallas_forms_have_no_race_and_give_the_same_bits(tiles, name, monkeypatch):
-    monkeypatch.setattr(gpu, "MIN_BLOCKS", 1)  # few blocks that take all words each
+def test_pallas_forms_have_no_races(tiles, name, monkeypatch):
+    monkeypatch.setattr(gpu, "MIN_BLOCKS", 1)  # few blocks, each with all words
     hidden, head, targets, _ = tiles
-    run = jax.jit(functools.partial(linear_cross_entropy, chunk=1, implementation=watched(name)))
+    run = jax.jit(
+        functools.partial(linear_cross_entropy, chunk=1, implementation=race_checked(name))
+    )
     args = hidden.astype(np.float32), head.astype(np.float32), targets
     first, second = (jax.device_get(run(*args)) for _ in range(2))
     assert not compat.has_races(name)
@@ -183,7 +187,7 @@ def test_pallas_forms_have_no_race_and_give_the_same_bits(tiles, name, monkeypat
 
 @pytest.mark.slow
 @over_implementations("cross_entropy")
-def test_batched_and_traced_once(projection, implementation):
+def test_vmap_traces_once(projection, implementation):
     hidden, head, targets, _ = projection
     traces = []
 
@@ -203,8 +207,8 @@ def test_batched_and_traced_once(projection, implementation):
 
 
 @over_implementations("cross_entropy", several_devices=True, slow="tpu")
-def test_rows_and_head_sharded_over_a_mesh(implementation):
-    """As the loss uses it: rows stay, the head is gathered, its gradient is scattered again."""
+def test_shards_rows_and_head_over_mesh(implementation):
+    """The loss does the same: it gathers the head and scatters its gradient."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(2)
     hidden, head = rng.standard_normal((40, 8)), rng.standard_normal((8, 24))
@@ -213,8 +217,10 @@ def test_rows_and_head_sharded_over_a_mesh(implementation):
 
     def local(hidden, head, targets, weight):
         def loss(hidden, head):
-            whole = jax.lax.all_gather(head, "fsdp", tiled=True)
-            nll, _ = linear_cross_entropy(hidden, whole, targets, 4, implementation=implementation)
+            gathered = jax.lax.all_gather(head, "fsdp", tiled=True)
+            nll, _ = linear_cross_entropy(
+                hidden, gathered, targets, 4, implementation=implementation
+            )
             return jnp.sum(nll * weight)
 
         value, grads = jax.value_and_grad(loss, (0, 1))(hidden, head)
@@ -231,7 +237,7 @@ def test_rows_and_head_sharded_over_a_mesh(implementation):
 
 
 @over_pallas_forms("cross_entropy")
-def test_pallas_forms_refuse_other_dtypes(projection, name):
+def test_pallas_forms_reject_other_dtypes(projection, name):
     hidden, head, targets, _ = projection
     with pytest.raises(ValueError, match="float16"):
         args = hidden.astype(np.float16), head.astype(np.float16), targets, 4
@@ -242,9 +248,11 @@ def test_pallas_forms_refuse_other_dtypes(projection, name):
 
 
 @pytest.mark.aot
-def test_memory_on_a_tpu():
-    """Forward no logits at all. Backward, which is XLA's, their gradient in bfloat16 once: were it not made
-    inside the product that recomputes them, they would be there too, in float32."""
+def test_limits_memory_on_tpu():
+    """The forward stores no logits. The backward stores their gradient once, in bfloat16.
+
+    It is XLA's, and computes that gradient inside the product. Otherwise float32 logits would be stored too.
+    """
     m, d, v = 8192, 6144, 154880
     rows = jax.ShapeDtypeStruct((m,), jnp.float32)
     hidden = jax.ShapeDtypeStruct((m, d), jnp.bfloat16)

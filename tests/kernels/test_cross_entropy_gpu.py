@@ -1,4 +1,4 @@
-"""What the Hopper form of cross_entropy cuts into pieces: stretches of words, groups of rows, the contraction."""
+"""Tests of the pieces of cross_entropy on Hopper: stretches of words, groups of rows, the contraction."""
 
 import functools
 
@@ -13,15 +13,15 @@ from tests.kernels.offline import compile_for
 from tests.oracles import cross_entropy
 
 CUTS = {  # 3 blocks of rows and 5 tiles of words
-    "the last stretch is shorter": {"MIN_BLOCKS": 7, "GROUP": 2},
-    "a stretch of all words": {"MIN_BLOCKS": 1, "GROUP": 16},
+    "shorter last stretch": {"MIN_BLOCKS": 7, "GROUP": 2},
+    "one stretch of all words": {"MIN_BLOCKS": 1, "GROUP": 16},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CUTS)
-def test_cuts(name, monkeypatch):
-    """300 numbers are contracted in 5 steps of a ring of 4."""
+def test_splits_rows_words_and_contraction(name, monkeypatch):
+    """A contraction over 300 numbers takes 5 steps of a ring of 4."""
     d = 300
     for constant, value in CUTS[name].items():
         monkeypatch.setattr(gpu, constant, value)
@@ -36,12 +36,12 @@ def test_cuts(name, monkeypatch):
         lambda: linear_cross_entropy(hidden, head, targets, 1, implementation=interpreted("gpu"))
     )()
     np.testing.assert_allclose(-nll, expected["logp"], atol=1e-5)
-    own = np.einsum("md,dm->m", np.float64(hidden), np.float64(head)[:, targets])
-    np.testing.assert_allclose(logz, own - expected["logp"], atol=1e-5)
+    target_logits = np.einsum("md,dm->m", np.float64(hidden), np.float64(head)[:, targets])
+    np.testing.assert_allclose(logz, target_logits - expected["logp"], atol=1e-5)
 
 
 @pytest.mark.parametrize(("m", "v"), [(8192, 154880), (128, 154880), (640, 2048), (4224, 512)])
-def test_every_block_of_rows_meets_every_stretch_once(m, v):
+def test_plan_covers_every_block_once(m, v):
     plan = gpu.make_plan(m, v)
     blocks = jnp.arange(plan.row_blocks * plan.stretches)
     rows, stretches = jax.vmap(plan.locate)(blocks)
@@ -51,8 +51,8 @@ def test_every_block_of_rows_meets_every_stretch_once(m, v):
     assert (plan.stretches - 1) * plan.stretch < plan.tiles <= plan.stretches * plan.stretch
 
 
-def test_blocks_in_a_row_share_what_they_read():
-    """GLM-5's 132 blocks at a time read 16 blocks of rows and 9 or 10 stretches of words."""
+def test_consecutive_blocks_share_inputs():
+    """132 concurrent blocks of GLM-5 read 16 blocks of rows and 9 or 10 stretches of words."""
     plan = gpu.make_plan(8192, 154880)
     for first in range(0, 16 * plan.stretches - 132, 132):
         rows, stretches = jax.vmap(plan.locate)(first + jnp.arange(132))
@@ -61,7 +61,7 @@ def test_blocks_in_a_row_share_what_they_read():
 
 
 @pytest.mark.slow
-def test_backward_in_pieces(monkeypatch):
+def test_backward_in_pieces_equals_oracle(monkeypatch):
     monkeypatch.setattr(gpu, "BACKWARD_ROWS", 4)
     rng = np.random.default_rng(1)
     hidden, head = rng.standard_normal((13, 6)), rng.standard_normal((6, 11))
@@ -79,9 +79,12 @@ def test_backward_in_pieces(monkeypatch):
 
 
 @pytest.mark.aot
-def test_memory_on_a_gpu():
-    """Forward no logits at all. Backward the head's gradient in float32, and for a piece of the rows the
-    logits in float32 and their gradient in bfloat16."""
+def test_limits_memory_on_gpu():
+    """The forward stores no logits.
+
+    The backward stores the head's gradient in float32 and, for one piece of the rows, the logits in float32 and their
+    gradient in bfloat16.
+    """
     m, d, v = 8192, 6144, 154880
     rows = jax.ShapeDtypeStruct((m,), jnp.float32)
     hidden = jax.ShapeDtypeStruct((m, d), jnp.bfloat16)
@@ -94,5 +97,5 @@ def test_memory_on_a_gpu():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(gpu.forward, hidden, head, targets) < 2e7
-    most = 4 * d * v + 6 * gpu.BACKWARD_ROWS * v
-    assert temporary(gpu.backward, (hidden, head, targets, rows), rows, rows) < most
+    limit = 4 * d * v + 6 * gpu.BACKWARD_ROWS * v
+    assert temporary(gpu.backward, (hidden, head, targets, rows), rows, rows) < limit

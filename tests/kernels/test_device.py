@@ -1,22 +1,22 @@
-"""Every Pallas form on the accelerator of this machine: equal bits twice, and XLA's results.
+"""Tests every Pallas form on this machine's accelerator: the same bits twice, and XLA's results.
 
     bash launch/test.sh device -- tests/kernels
 
-Sizes of the interpreted tests first, then GLM-5's. Needs a jax for the accelerator in the environment.
+Runs the sizes of the interpreted tests, then GLM-5's. Needs a jax for the accelerator.
 """
 
 import pytest
 
 from pallas_kernels import backends, bench
 from pallas_kernels.cases import KERNELS, cases
-from tests.kernels.implementations import written
+from tests.kernels.implementations import implementation_names
 
 pytestmark = pytest.mark.device
 
-# Of the largest number. bfloat16 rounds to 0.004, and sums of such numbers are rounded at other places.
+# Relative to the largest number. bfloat16 rounds to 0.004, and sums are rounded at other points.
 TOLERANCE = 0.015
-# Share of selected places that may differ. Scores that are equal but for rounding change places; Hopper's float8
-# products are summed in 14 bits, so that many more are equal.
+# Maximum share of selected positions that differ. Scores that differ by rounding only may swap. Hopper sums float8
+# products in 14 bits, and more scores are equal.
 PLACES, FLOAT8_PLACES = 1e-3, 0.15
 
 PLACED = ("lightning_indexer", "top_k")
@@ -26,16 +26,16 @@ CASES = [(kernel, name) for kernel in KERNELS for name in cases(kernel)]
 
 @pytest.mark.parametrize("size", ["small", "sizes"])
 @pytest.mark.parametrize(("kernel", "name"), CASES)
-def test_equals_xla_and_itself(kernel, name, size):
+def test_equals_xla_and_repeats_bits(kernel, name, size):
     form = backends.BACKEND_OF_PLATFORM.get(backends.platform())
-    if form not in written(kernel):
+    if form not in implementation_names(kernel):
         pytest.skip(f"{kernel} has no Pallas form for {backends.platform()}")
     if reason := backends.OPT_IN.get((kernel, form)):
         pytest.xfail(reason)
     case = cases(kernel)[name]
-    found = bench.check(case, dict(getattr(case, size)), form)
-    assert found["same_bits"]
+    report = bench.check(case, dict(getattr(case, size)), form)
+    assert report["same_bits"]
     limit = TOLERANCE
     if kernel in PLACED:
         limit = FLOAT8_PLACES if "float8" in name else PLACES
-    assert found["difference"] <= limit
+    assert report["difference"] <= limit

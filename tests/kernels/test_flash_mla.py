@@ -1,4 +1,4 @@
-"""Attention over all keys and its hand-written backward against plain softmax attention in NumPy."""
+"""Tests of attention over all keys and its hand-written backward against softmax attention in NumPy."""
 
 import functools
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from glm5_jax.parallel.flops import count_flops
 from pallas_kernels import blocks, compat
 from pallas_kernels.flash_mla import flash_mla, tpu
-from pallas_kernels.flash_mla.ref import selection_mask
+from pallas_kernels.flash_mla.xla import selection_mask
 from tests.kernels.attention_problem import (
     SCALE,
     SEGMENTS,
@@ -29,19 +29,19 @@ from tests.kernels.attention_problem import (
     topk_of,
 )
 from tests.kernels.implementations import (
+    implementation_names,
     in_tiers,
     interpreted,
     marks,
     over_implementations,
     over_pallas_forms,
-    watched,
-    written,
+    race_checked,
 )
 
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
-    """Tiles and runs of blocks that are several in problems as small as these."""
+    """Makes tiles and runs of blocks so small that these inputs have several."""
     monkeypatch.setattr(blocks, "EXTENTS", 2)
     monkeypatch.setattr(tpu, "FORWARD", tpu.Tiles(8, 8))
     monkeypatch.setattr(tpu, "BACKWARD", tpu.Tiles(8, 16))
@@ -56,7 +56,7 @@ CASES = {
     "everything": dict(start=7, segments=True, topk=True),
     "one shared key": dict(heads=1, start=7),
     "one shared key in a block": dict(heads=1, start=7, block=64),
-    "a block each": dict(block=1, start=7),
+    "blocks of one query": dict(block=1, start=7),
     "queries past the keys": dict(start=12, heads=2),
     "documents of two heads": dict(heads=2, start=7, segments=True, traced=True),
     "a window": dict(window=3),
@@ -69,20 +69,20 @@ CASES = {
 
 SHORT = "documents of two heads"
 QUICK = {  # the cases of the default tier; Hopper's emulator takes a second for each tile
-    "ref": (SHORT, "everything", "a window over documents"),
+    "xla": (SHORT, "everything", "a window over documents"),
     "tpu": (),  # test_documents_that_cross_tiles
     "gpu": (SHORT,),
 }
 
 
 def over_cases(test):
-    """Every case of the XLA form; of the Pallas forms those without topk, block and window, which they do not use."""
-    named = [("ref", "ref", name) for name in CASES]
-    for form in written("flash_mla"):
-        own = [
+    """Parametrises over the cases; those of the Pallas forms have no topk, block and window, which only XLA takes."""
+    named = [("xla", "xla", name) for name in CASES]
+    for form in implementation_names("flash_mla"):
+        names = [
             name for name, case in CASES.items() if not case.keys() & {"topk", "block", "window"}
         ]
-        named += [(form, interpreted(form), name) for name in own if form != "ref"]
+        named += [(form, interpreted(form), name) for name in names if form != "xla"]
     params = [
         pytest.param(how, name, id=f"{form}-{name}", marks=marks(name not in QUICK[form]))
         for form, how, name in named
@@ -91,7 +91,7 @@ def over_cases(test):
 
 
 @over_cases
-def test_attention_and_its_gradients(implementation, name):
+def test_attention_and_gradients_equal_oracle(implementation, name):
     case = dict(start=0, traced=False, segments=False, topk=False, heads=N, block=4, window=None)
     case |= CASES[name]
     start, heads = case["start"], case["heads"]
@@ -105,13 +105,13 @@ def test_attention_and_its_gradients(implementation, name):
     @jax.jit
     def run(q, k, v, start_now):
         def attend(q, k, v):
-            own = None if segments is None else jnp.asarray(segments[:, start : start + T])
+            q_segments = None if segments is None else jnp.asarray(segments[:, start : start + T])
             out, *rest = flash_mla(
                 q,
                 k,
                 v,
                 start=start_now if case["traced"] else start,
-                q_segments=own,
+                q_segments=q_segments,
                 k_segments=None if segments is None else jnp.asarray(segments),
                 topk=None if topk is None else jnp.asarray(topk),
                 window=case["window"],
@@ -136,8 +136,10 @@ def test_attention_and_its_gradients(implementation, name):
 
 @pytest.fixture(scope="module")
 def packed():
-    """40 queries from key 30 on over 75 keys: documents that cross tiles and fill some, and padding at the
-    end and inside; 4 heads over 2."""
+    """Returns 40 queries that start at key 30 of 75, with 4 heads over 2.
+
+    Documents cross tiles and fill some; padding is at the end and inside.
+    """
     lengths = [[3, 30, 1, 20, 16, 5], [33, 8, 9, 2, 15, 8]]
     segments = np.stack([np.repeat([1, 2, 0, 3, 4, 0], row) for row in lengths]).astype(np.int32)
     q, dy = normal(2, 40, 4, 8), normal(2, 40, 4, 8)
@@ -145,15 +147,15 @@ def packed():
 
 
 def attend(implementation, segments=None, start=30, scale=SCALE):
-    """(q, k, v, dy) -> (out, dq, dk, dv)."""
-    own = None if segments is None else jnp.asarray(segments)[:, 30:70]
+    """Returns a function (q, k, v, dy) -> (out, dq, dk, dv)."""
+    q_segments = None if segments is None else jnp.asarray(segments)[:, 30:70]
 
     def run(q, k, v, dy, start=start):
         call = functools.partial(
             flash_mla,
             scale=scale,
             start=start,
-            q_segments=own,
+            q_segments=q_segments,
             k_segments=None if segments is None else jnp.asarray(segments),
             block=16,
             implementation=implementation,
@@ -164,30 +166,30 @@ def attend(implementation, segments=None, start=30, scale=SCALE):
     return run
 
 
-def answer(arrays, segments):
-    """What `attend` gives, in float64."""
+def reference(arrays, segments):
+    """Returns the outputs of `attend` in float64."""
     q, k, v, dy = (np.asarray(x, np.float64) for x in arrays)
-    key, own = np.arange(75), segments[:, 30:70]
-    mask = (key <= 30 + np.arange(40)[:, None]) & (own[:, :, None] == segments[:, None])
-    mask &= (own != 0)[..., None]
+    key, q_segments = np.arange(75), segments[:, 30:70]
+    mask = (key <= 30 + np.arange(40)[:, None]) & (q_segments[:, :, None] == segments[:, None])
+    mask &= (q_segments != 0)[..., None]
     y, _, dq, dk, dv = plain(q, k.repeat(2, axis=2), v.repeat(2, axis=2), dy, mask)
     return y, dq, *(g.reshape(2, 75, 2, 2, -1).sum(3) for g in (dk, dv))
 
 
 @over_pallas_forms("flash_mla", slow="gpu")
-def test_documents_that_cross_tiles(packed, name):
+def test_handles_documents_across_tiles(packed, name):
     arrays, segments = packed
     got = jax.jit(attend(interpreted(name), segments))(*arrays)
-    for ours, theirs in zip(got, answer(arrays, segments), strict=True):
+    for ours, theirs in zip(got, reference(arrays, segments), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 @over_pallas_forms("flash_mla", slow="tpu gpu")
-def test_bfloat16_is_summed_wide(packed, name):
+def test_sums_bfloat16_in_float32(packed, name):
     arrays, segments = packed
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
     got = jax.jit(attend(interpreted(name), segments))(*arrays)
-    for ours, theirs in zip(got, answer(arrays, segments), strict=True):
+    for ours, theirs in zip(got, reference(arrays, segments), strict=True):
         assert ours.dtype == jnp.bfloat16
         difference = np.abs(np.float64(ours) - theirs)
         assert difference.max() < 0.01 * np.abs(theirs).max()
@@ -195,19 +197,19 @@ def test_bfloat16_is_summed_wide(packed, name):
 
 
 @pytest.mark.slow
-def test_backward_in_chunks_of_rows(packed, monkeypatch):
-    """Two heads of five tiles of rows each, of which three fit: the last chunk has two that are not there."""
+def test_backward_in_chunks_equals_oracle(packed, monkeypatch):
+    """Three of the five row tiles of a head fit at once, so the last chunk is not full."""
     arrays, segments = packed
     monkeypatch.setattr(tpu, "max_units", lambda *_: 3)
     got = jax.jit(attend(interpreted("tpu"), segments))(*arrays)
-    for ours, theirs in zip(got, answer(arrays, segments), strict=True):
+    for ours, theirs in zip(got, reference(arrays, segments), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 @over_implementations("flash_mla", slow="tpu gpu")
 @pytest.mark.parametrize("t", in_tiers([3], [1]))
-def test_decoding_over_a_shared_latent(implementation, t):
-    """Few queries of all heads in one tile of rows; the latent is key and value."""
+def test_decodes_over_shared_latent(implementation, t):
+    """A tile holds the few queries of all heads; the latent is key and value."""
     q, latent = normal(2, t, 4, 8), normal(2, 20, 1, 8)
     mask = np.broadcast_to(np.arange(20) <= 16 + np.arange(t)[:, None], (2, t, 20))
 
@@ -225,7 +227,7 @@ def test_decoding_over_a_shared_latent(implementation, t):
 
 
 @over_implementations("flash_mla", slow="tpu gpu")
-def test_gradients_of_an_array_that_is_key_and_value(implementation):
+def test_sums_gradients_of_shared_keys_and_values(implementation):
     q, latent, dy = normal(2, 3, 4, 8), normal(2, 20, 1, 8), normal(2, 3, 4, 8)
 
     def out(q, k, v):
@@ -242,9 +244,8 @@ def test_gradients_of_an_array_that_is_key_and_value(implementation):
 
 
 @over_implementations("flash_mla", slow="gpu")
-def test_logits_of_tens_of_thousands(implementation):
-    """They rise along the keys, so that every tile raises the maximum, or fall; the last key of either
-    kind takes all."""
+def test_handles_logits_of_tens_of_thousands(implementation):
+    """Logits rise along the keys, so every tile raises the maximum, or fall."""
     k = np.linspace(-1, 1, 20, dtype=np.float32)[None, :, None, None].repeat(8, axis=3)
     q = np.full((1, 13, 2, 8), 4e3, np.float32) * np.float32([1, -1])[:, None]
     call = jax.jit(functools.partial(flash_mla, scale=1.0, start=7, implementation=implementation))
@@ -257,8 +258,8 @@ def test_logits_of_tens_of_thousands(implementation):
 
 @pytest.mark.slow
 @over_pallas_forms("flash_mla")
-def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
-    """Three tiles of keys, two of rows, two documents of which the second starts inside a tile."""
+def test_pallas_forms_have_no_races(name):
+    """The inputs have three tiles of keys and two of rows; a document starts inside a tile."""
     segments = jnp.asarray(np.repeat([[1, 2]], [11, 13], axis=1))
     arrays = [jnp.asarray(normal(1, 16, 1, 8)) for _ in range(4)]
 
@@ -271,7 +272,7 @@ def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
                 scale=SCALE,
                 q_segments=segments[:, :16],
                 k_segments=segments[:, :16],
-                implementation=watched(name),
+                implementation=race_checked(name),
             )[0]
 
         y, pull = jax.vjp(out, q, k, v)
@@ -284,8 +285,8 @@ def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
 
 
 @over_implementations("flash_mla", slow="tpu gpu")
-def test_batched_and_traced_once(packed, implementation):
-    """Over segments, which decide how many steps there are, and over the first query's index."""
+def test_vmap_traces_once(packed, implementation):
+    """vmap runs over segments, which set the number of steps, and over the first query's index."""
     arrays, segments = packed
     single = [np.asarray(x)[:, None, :, :1] for x in arrays]
     single[1:3] = [x[:, :, :, :1] for x in single[1:3]]
@@ -316,8 +317,8 @@ def test_batched_and_traced_once(packed, implementation):
 
 
 @over_implementations("flash_mla", several_devices=True, slow="tpu")
-def test_queries_sharded_over_a_mesh(implementation):
-    """As the model calls it: each device has some rows' queries from its own place on, and gathers keys."""
+def test_shards_queries_over_mesh(implementation):
+    """The model does the same: each device holds a range of queries and gathers the keys."""
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     q, k, v, dy = (normal(2, 32, 2, 8) for _ in range(4))
 
@@ -339,7 +340,7 @@ def test_queries_sharded_over_a_mesh(implementation):
 
 
 @over_pallas_forms("flash_mla")
-def test_pallas_forms_refuse(name):
+def test_pallas_forms_reject_unsupported_inputs(name):
     q, k = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 9, 2, 8), np.float32)
     call = functools.partial(flash_mla, scale=1.0, implementation=interpreted(name))
     with pytest.raises(ValueError, match="topk"):
@@ -352,7 +353,7 @@ def test_pallas_forms_refuse(name):
         call(q, jnp.asarray(k, jnp.bfloat16), k)
 
 
-def test_more_tiles_than_their_list_may_have_are_refused():
+def test_tpu_form_limits_number_of_tiles():
     q = jax.ShapeDtypeStruct((1, 1, 1, 8 * 400, 8), jnp.bfloat16)
     k, longer = (jax.ShapeDtypeStruct((1, 1, 8 * n, 8), jnp.bfloat16) for n in (400, 401))
     assert tpu.unsupported_reason(q, k, k, None) is None
@@ -360,8 +361,8 @@ def test_more_tiles_than_their_list_may_have_are_refused():
 
 
 @pytest.mark.parametrize("start", [0, None])
-def test_work_within_a_window_is_linear_in_the_length(start):
-    """Each query's block meets block + window - 1 keys, forward and backward, wherever it stands."""
+def test_window_makes_work_linear_in_length(start):
+    """Each block of queries multiplies block + window - 1 keys, at every position."""
 
     def work(t):
         q = jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32)
@@ -374,17 +375,17 @@ def test_work_within_a_window_is_linear_in_the_length(start):
 
         return count_flops(run, q, jax.ShapeDtypeStruct((), jnp.int32))
 
-    whole, products = 32 + 100 - 1, 7  # two forward, five backward
-    assert work(8192) - work(4096) == 2 * products * 8 * 4096 * whole
+    pairs, products = 32 + 100 - 1, 7  # two forward, five backward
+    assert work(8192) - work(4096) == 2 * products * 8 * 4096 * pairs
 
 
 @pytest.mark.parametrize("window", [0, -1])
-def test_a_window_without_keys_is_refused(window):
+def test_rejects_window_without_keys(window):
     x = np.zeros((1, 4, 2, 8), np.float32)
     with pytest.raises(ValueError, match=f"window {window}; it must be positive"):
         flash_mla(x, x, x, scale=1.0, window=window)
 
 
-def test_chosen():
+def test_selection_mask_ignores_padding():
     topk = jnp.asarray([[[0, 2, -1], [-1, -1, -1]]])
     assert selection_mask(topk, 4).tolist() == [[[True, False, True, False], [False] * 4]]

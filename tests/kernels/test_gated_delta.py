@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks and step by step against the recurrence in NumPy float64."""
+"""Tests of the gated delta rule, in chunks and in steps, against the recurrence in NumPy float64."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.kernels.implementations import (
     over_cases,
     over_implementations,
     over_pallas_forms,
-    watched,
+    race_checked,
 )
 from tests.oracles import gated_delta as oracle
 
@@ -24,17 +24,16 @@ B, T, N, H, U, CHUNK = 2, 43, 2, 6, 5, 16  # the last of three chunks is not ful
 NAMES = ("q", "k", "v", "g", "beta", "state")
 ONE_DOCUMENT = np.ones((B, T), np.int32)
 # Boundaries inside a chunk, at its start, two in one chunk, and documents of one position.
-DOCUMENTS = np.repeat(
-    [[1, 2, 3, 4, 5], [7, 7, 8, 9, 7]], [5, 11, 1, 20, 6], axis=1
-)  # the second row: one document, then three, of which the last has the first one's name
+# The last document of the second row has the number of its first one.
+DOCUMENTS = np.repeat([[1, 2, 3, 4, 5], [7, 7, 8, 9, 7]], [5, 11, 1, 20, 6], axis=1)
 PADDED = DOCUMENTS * (np.arange(T) % 13 > 2)  # before, between and inside documents
 
 
 def problem(seed=0, t=T):
-    """Arrays by NAMES in float32, in the layout of `gated_delta`: unit keys, gates from 1 to almost 0."""
+    """Returns float32 arrays by NAMES in the layout of `gated_delta`, with unit keys and gates in (0, 1)."""
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((2, B, t, N, H))
-    made = {
+    arrays = {
         "q": q,
         "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
         "v": rng.standard_normal((B, t, N, U)),
@@ -42,7 +41,7 @@ def problem(seed=0, t=T):
         "beta": 2 * rng.random((B, t, N)),
         "state": rng.standard_normal((B, N, H, U)),
     }
-    return {name: x.astype(np.float32) for name, x in made.items()}
+    return {name: x.astype(np.float32) for name, x in arrays.items()}
 
 
 def cotangents(t=T):
@@ -52,22 +51,22 @@ def cotangents(t=T):
 
 
 def expected(args, segments, dout, dfinal):
-    """(out, final state, gradients by name) of the oracle, document by document, head by head."""
+    """Returns the oracle's (out, final state, gradients by name), computed per document and head."""
     out, final = np.zeros(dout.shape), np.zeros(dfinal.shape)
     grads = {name: np.zeros(x.shape) for name, x in args.items()}
     for b in range(len(segments)):
-        here = np.flatnonzero(segments[b])
-        pieces = np.split(here, 1 + np.flatnonzero(np.diff(segments[b, here])))
+        positions = np.flatnonzero(segments[b])
+        pieces = np.split(positions, 1 + np.flatnonzero(np.diff(segments[b, positions])))
         for n in range(N):
             state = args["state"][b, n].T.astype(np.float64)
-            if not len(here):
+            if not len(positions):
                 final[b, n], grads["state"][b, n] = state.T, dfinal[b, n]
                 continue
             for i, at in enumerate(pieces):
                 of = [np.float64(args[name][b, at, n]) for name in NAMES[:-1]]
                 start = state if i == 0 else 0 * state
                 if i:
-                    of[3][0] = 0  # the gate of a first position has nothing to forget
+                    of[3][0] = 0  # the first position has no state to forget
                 out[b, at, n], end = oracle.gated_delta(*of, start)
                 last = i == len(pieces) - 1
                 d = oracle.gradients(
@@ -83,7 +82,7 @@ def expected(args, segments, dout, dfinal):
 
 @functools.cache
 def runner(implementation, chunk=CHUNK):
-    """jitted (args by name, segments, cotangents) -> (out, final state, gradients by name)."""
+    """Returns a jitted (args by name, segments, cotangents) -> (out, final state, gradients by name)."""
 
     def run(args, segments, dout, dfinal):
         def forward(args):
@@ -107,16 +106,16 @@ def assert_equal(got, wanted, tolerance=2e-5):
         np.testing.assert_allclose(ours, theirs, atol=limit, err_msg=name)
 
 
-def changed(**values):
-    """The problem with some arguments set to a number."""
+def with_values(**values):
+    """Returns the inputs with some arguments set to a number."""
     args = problem()
     for name, value in values.items():
         args[name] = np.full_like(args[name], value)
     return args
 
 
-def shut(args):
-    """Two gates that let nothing through, the second at the start of a chunk."""
+def with_closed_gates(args):
+    """Closes two gates completely, the second at the start of a chunk."""
     args["g"][:, [7, CHUNK], 0] = -np.inf
     return args
 
@@ -125,24 +124,24 @@ CASES = {
     "everything": (problem(), PADDED),
     "one document": (problem(), ONE_DOCUMENT),
     "documents": (problem(), DOCUMENTS),
-    "no gate: DeltaNet": (changed(g=0), ONE_DOCUMENT),
-    "beta 1, no gate, from nothing": (changed(g=0, beta=1, state=0), ONE_DOCUMENT),
-    "nothing written": (changed(beta=0), ONE_DOCUMENT),
-    "a gate that shuts": (shut(problem()), ONE_DOCUMENT),
-    "strong gates": (changed(g=-30), ONE_DOCUMENT),
+    "no gate: DeltaNet": (with_values(g=0), ONE_DOCUMENT),
+    "beta 1, no gate, no state": (with_values(g=0, beta=1, state=0), ONE_DOCUMENT),
+    "beta 0": (with_values(beta=0), ONE_DOCUMENT),
+    "closed gates": (with_closed_gates(problem()), ONE_DOCUMENT),
+    "strong gates": (with_values(g=-30), ONE_DOCUMENT),
     "only padding in a row": (problem(), DOCUMENTS * np.array([[1], [0]])),
 }
 
 
 QUICK = {
-    "ref": CASES,
-    "tpu": ("everything", "a gate that shuts", "only padding in a row"),
+    "xla": CASES,
+    "tpu": ("everything", "closed gates", "only padding in a row"),
     "gpu": (),
 }
 
 
 @over_cases("gated_delta", CASES, QUICK)
-def test_chunked_form_and_its_gradients(name, implementation):
+def test_chunked_form_and_gradients_equal_oracle(name, implementation):
     args, segments = CASES[name]
     wanted = expected(args, segments, *cotangents())
     got = runner(implementation)(args, segments, *cotangents())
@@ -151,7 +150,7 @@ def test_chunked_form_and_its_gradients(name, implementation):
 
 
 def recurrent(args):
-    """(out, final state) by `gated_delta_step`."""
+    """Returns (out, final state) by `gated_delta_step`."""
     state, rest = args["state"], [jnp.moveaxis(args[name], 1, 0) for name in NAMES[:-1]]
 
     def one(state, now):
@@ -162,7 +161,7 @@ def recurrent(args):
     return jnp.moveaxis(out, 0, 1), state
 
 
-def test_steps_are_the_recurrence_and_so_are_their_gradients():
+def test_steps_and_gradients_equal_oracle():
     args, (dout, dfinal) = problem(), cotangents()
     (out, final), pull = jax.vjp(jax.jit(recurrent), args)
     wanted = expected(args, ONE_DOCUMENT, dout, dfinal)
@@ -170,7 +169,7 @@ def test_steps_are_the_recurrence_and_so_are_their_gradients():
 
 
 @over_implementations("gated_delta", slow="tpu gpu")
-def test_a_prefix_in_chunks_and_the_rest_in_steps(implementation):
+def test_steps_continue_chunked_prefix(implementation):
     args = problem()
     prefix = {name: x[:, :33] for name, x in args.items() if name != "state"}
     rest = {name: x[:, 33:] for name, x in args.items() if name != "state"}
@@ -183,19 +182,19 @@ def test_a_prefix_in_chunks_and_the_rest_in_steps(implementation):
 
 
 @pytest.mark.parametrize("chunk", in_tiers([7], [1, 64]))
-def test_any_chunk_in_float64(chunk):
-    """Formulas, not tolerances; 64 is longer than the sequence."""
+def test_any_chunk_is_exact_in_float64(chunk):
+    """A chunk of 64 is longer than the sequence."""
     with jax.enable_x64(True):
         args = {name: x.astype(np.float64) for name, x in problem().items()}
         d = tuple(x.astype(np.float64) for x in cotangents())
-        got = runner("ref", chunk)(args, PADDED, *d)
+        got = runner("xla", chunk)(args, PADDED, *d)
         assert all(x.dtype == jnp.float64 for x in jax.tree.leaves(got))
         assert_equal(got, expected(args, PADDED, *d), 1e-13)
 
 
 @over_implementations("gated_delta", slow="tpu")
-def test_keys_that_repeat(implementation):
-    """One key, and nothing forgotten: powers of the matrix that is inverted reach 1e18 in a chunk of 64."""
+def test_handles_repeated_keys(implementation):
+    """With one key and no gate, powers of the inverted matrix reach 1e18 in a chunk of 64."""
     args = {name: x[:1, :, :1] for name, x in problem(t=64).items() if name != "state"}
     args["k"] = np.full_like(args["k"], H**-0.5)
     args["g"], args["beta"] = 0 * args["g"], 0 * args["beta"] + 1
@@ -209,7 +208,7 @@ def test_keys_that_repeat(implementation):
 
 @pytest.mark.parametrize("size", [1, 5, 16, 64])
 @pytest.mark.parametrize("parts", [chunks.BF16Parts(0, 0), chunks.BF16Parts(2, 2)])
-def test_inverse(size, parts):
+def test_inverts_triangular_matrix(size, parts):
     rng = np.random.default_rng(0)
     k = rng.standard_normal((3, size, 24))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -221,8 +220,8 @@ def test_inverse(size, parts):
 
 @pytest.mark.slow
 @over_implementations("gated_delta")
-def test_bfloat16(implementation):
-    """Its sums are wide: what comes out wide is as exact as two bfloat16 parts of an operand make it."""
+def test_sums_bfloat16_in_float32(implementation):
+    """Float32 outputs are as exact as operands in two bfloat16 parts."""
     args = problem()
     narrow = {name: jnp.asarray(args[name], jnp.bfloat16) for name in "qkv"}
     dout, dfinal = cotangents()
@@ -242,21 +241,21 @@ def test_bfloat16(implementation):
 
 @pytest.mark.slow
 @over_pallas_forms("gated_delta", slow="gpu")
-def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
+def test_pallas_forms_have_no_races(name):
     args, d = problem(), cotangents()
-    run = runner(watched(name))
+    run = runner(race_checked(name))
     first, second = (jax.device_get(run(args, PADDED, *d)) for _ in range(2))
     assert not compat.has_races(name)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert_equal(first, expected(args, PADDED, *d))
 
 
-def test_backward_keeps_a_state_per_chunk():
-    """2048 states of 32 x 32 would be 8 MB, 32 of them 0.13 MB; what is as long as v takes 0.26 MB each."""
+def test_backward_stores_one_state_per_chunk():
+    """2048 states of 32 x 32 would take 8 MB, one per chunk takes 0.13 MB, and an array like v 0.26 MB."""
     rows, scalars = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 2048, 1, 32), (1, 2048, 1)))
 
     def loss(*args):
-        return jnp.sum(gated_delta(*args, implementation="ref")[0])
+        return jnp.sum(gated_delta(*args, implementation="xla")[0])
 
     shapes = (rows, rows, rows, scalars, scalars)
     compiled = jax.jit(jax.grad(loss, range(5))).lower(*shapes).compile()
@@ -265,7 +264,7 @@ def test_backward_keeps_a_state_per_chunk():
 
 @pytest.mark.slow
 @over_implementations("gated_delta")
-def test_batched_and_traced_once(implementation):
+def test_vmap_traces_once(implementation):
     args = problem()
     args.pop("state")
     traces = []
@@ -285,8 +284,8 @@ def test_batched_and_traced_once(implementation):
         np.testing.assert_allclose(final[i], single[1], atol=1e-5)
 
 
-@over_implementations("gated_delta", several_devices=True, slow="ref tpu")
-def test_sharded_over_batch_and_heads(implementation):
+@over_implementations("gated_delta", several_devices=True, slow="xla tpu")
+def test_shards_batch_and_heads(implementation):
     axes = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=axes, devices=jax.devices()[:4])
     args, d = problem(), cotangents()
@@ -303,7 +302,7 @@ def test_sharded_over_batch_and_heads(implementation):
     assert_equal(jax.jit(run)(args, PADDED, *d), expected(args, PADDED, *d))
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_rejects_mismatched_shapes():
     args = problem()
     args.pop("state")
     with pytest.raises(ValueError, match=r"beta \(2, 43, 3\) with q .* must be \(2, 43, 2\)"):
@@ -315,7 +314,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 
 @over_pallas_forms("gated_delta")
-def test_pallas_forms_say_what_they_do_not_take(name):
+def test_pallas_forms_reject_unsupported_inputs(name):
     args = problem()
     args.pop("state")
     run = functools.partial(gated_delta, implementation=interpreted(name))

@@ -1,4 +1,4 @@
-"""What the Hopper form of the gated delta rule cuts into pieces: keys, values, heads, a ring of chunks."""
+"""Tests of the pieces of the gated delta rule on Hopper: keys, values, heads, a ring of chunks."""
 
 import functools
 
@@ -16,16 +16,18 @@ NAMES = ("q", "k", "v", "g", "beta")
 
 
 @pytest.mark.slow
-def test_keys_and_values_of_several_pieces_over_many_chunks(monkeypatch):
-    """Keys in two pieces and values in two groups, neither full; three chunks in a ring of two; XLA's part
-    of the backward head by head."""
+def test_splits_keys_values_and_chunks(monkeypatch):
+    """Keys have two pieces and values two groups, neither full; a ring of two holds three chunks.
+
+    XLA computes its part of the backward per head.
+    """
     monkeypatch.setattr(gpu, "CHUNKS_PER_STEP", 3)
     b, t, n, h, u = 1, 150, 2, 70, 130
     rng = np.random.default_rng(0)
-    made = {name: rng.standard_normal((b, t, n, size)) for name, size in zip("qkv", (h, h, u))}
+    arrays = {name: rng.standard_normal((b, t, n, size)) for name, size in zip("qkv", (h, h, u))}
     for name in "qk":
-        made[name] /= np.linalg.norm(made[name], axis=-1, keepdims=True)
-    args = {name: jnp.asarray(x, jnp.bfloat16) for name, x in made.items()}
+        arrays[name] /= np.linalg.norm(arrays[name], axis=-1, keepdims=True)
+    args = {name: jnp.asarray(x, jnp.bfloat16) for name, x in arrays.items()}
     args["g"] = -np.exp(2 * rng.standard_normal((b, t, n)) - 2).astype(np.float32)
     args["beta"] = (2 * rng.random((b, t, n))).astype(np.float32)
     state = rng.standard_normal((b, n, h, u)).astype(np.float32)
@@ -60,15 +62,15 @@ def test_keys_and_values_of_several_pieces_over_many_chunks(monkeypatch):
     ("h", "dtype", "reason"),
     [(192, jnp.bfloat16, None), (200, jnp.bfloat16, "keys of 200"), (64, jnp.float16, "float16")],
 )
-def test_says_what_it_cannot_take(h, dtype, reason):
+def test_gated_delta_names_unsupported_input(h, dtype, reason):
     q, v = (jax.ShapeDtypeStruct((1, 2, 64, x), dtype) for x in (h, 256))
-    found = gpu.unsupported_reason(q, q, v, None, None, None, 64)
-    assert found == reason or reason in found
+    message = gpu.unsupported_reason(q, q, v, None, None, None, 64)
+    assert message == reason or reason in message
 
 
 @pytest.mark.aot
-def test_xla_keeps_both_parts():
-    """A cast to bfloat16 and back is left out by XLA for GPUs, and with it the second part of a number."""
+def test_xla_retains_both_bfloat16_parts():
+    """XLA for GPUs would remove a cast to bfloat16 and back, and with it the second part of a number."""
     product = functools.partial(chunks.batched_matmul, "ab", chunks.BF16Parts(2, 2, gpu.split_bf16))
     x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
     text = compile_for("h200", product, x, x).as_text()

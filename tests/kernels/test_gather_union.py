@@ -1,4 +1,4 @@
-"""The union of neighbouring queries' rows against Python sets."""
+"""Tests of the union of the rows of neighbouring queries against Python sets."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from pallas_kernels.sparse_flash_attention import gather_union
 
 
 def random_topk(rng, b, t, k, rows):
-    """int32[b t k] of distinct rows, ascending, with gaps of -1 anywhere."""
+    """Returns int32 [b t k] of distinct rows, ascending, with -1 at random positions."""
     topk = np.full((b, t, k), -1, np.int32)
     for query in topk.reshape(-1, k):
         count = rng.integers(0, min(k, len(rows)) + 1)
@@ -18,26 +18,26 @@ def random_topk(rng, b, t, k, rows):
     return topk
 
 
-CASES = {  # rows that exist, of them in use, queries of a block, b, t, k, multiple
+CASES = {  # number of rows, rows in use, queries of a block, b, t, k, multiple
     "neighbours overlap": (40, range(40), 8, 2, 16, 12, 16),
-    "fewer rows than entries, a last block that is not full": (20, range(20), 4, 2, 13, 9, 8),
-    "rows too many for one number with the bits": (2**26, [0, 5, 2**25, 2**26 - 1], 8, 1, 9, 3, 1),
+    "fewer rows than entries, last block not full": (20, range(20), 4, 2, 13, 9, 8),
+    "too many rows to pack with the bits": (2**26, [0, 5, 2**25, 2**26 - 1], 8, 1, 9, 3, 1),
     "many queries": (9, range(9), 31, 1, 40, 4, 4),
     "one query": (20, range(20), 1, 2, 3, 6, 4),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_union_against_sets(name):
+def test_union_equals_python_sets(name):
     s, rows, queries, b, t, k, multiple = CASES[name]
     topk = random_topk(np.random.default_rng(0), b, t, k, np.array(rows))
     topk[0, 0] = -1
     topk[-1, -1, -1] = s  # no row
     got = jax.jit(gather_union.unite, static_argnums=(1, 2, 3))(topk, s, queries, multiple)
     got = jax.tree.map(np.asarray, got)
-    room = gather_union.capacity(queries, k, s, multiple)
-    assert room % multiple == 0
-    assert got.rows.shape == got.members.shape == (b, gather_union.num_blocks(t, queries), room)
+    capacity = gather_union.capacity(queries, k, s, multiple)
+    assert capacity % multiple == 0
+    assert got.rows.shape == got.members.shape == (b, gather_union.num_blocks(t, queries), capacity)
     for i, g in np.ndindex(got.count.shape):
         chose = {}
         for a, query in enumerate(topk[i, g * queries : (g + 1) * queries]):
@@ -51,6 +51,6 @@ def test_union_against_sets(name):
 
 
 @pytest.mark.parametrize(("s", "queries"), [(10, 0), (10, 32), (2**28, 9)])
-def test_what_does_not_fit_is_refused(s, queries):
+def test_rejects_unsupported_block_sizes(s, queries):
     with pytest.raises(ValueError, match="blocks of"):
         gather_union.unite(jnp.zeros((1, 2, 3), jnp.int32), s, queries)

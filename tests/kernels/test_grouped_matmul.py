@@ -1,4 +1,4 @@
-"""Rows sorted by expert: products with their expert's weights and SwiGLU, against a loop over experts."""
+"""Tests of grouped products and SwiGLU of rows sorted by expert, against a loop over experts."""
 
 import functools
 from unittest import mock
@@ -12,27 +12,27 @@ from jax.sharding import Mesh, PartitionSpec as P
 from pallas_kernels import compat
 from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, tiles, tpu
 from tests.kernels.expert_problem import D, E, F, gradients, weights
-from tests.kernels.implementations import in_tiers, marks, over_implementations, watched
+from tests.kernels.implementations import in_tiers, marks, over_implementations, race_checked
 from tests.oracles import experts as oracle
 
-ROWS = 140  # on one expert they are several rounds of a block's capacity
+ROWS = 140  # several times a block's capacity if all belong to one expert
 SIZES = {
     "uneven": (27, 1, 53, 12, 47),
     "empty experts": (0, 70, 0, 70, 0),
     "all on the first": (ROWS, 0, 0, 0, 0),
     "all on the last": (0, 0, 0, 0, ROWS),
-    "whole tiles": (32, 0, 64, 32, 0),
-    "rows without an owner": (3, 0, 4, 50, 1),
+    "full tiles": (32, 0, 64, 32, 0),
+    "unassigned rows": (3, 0, 4, 50, 1),
     "less than a tile": (3, 0, 4, 0, 1),
-    "no row at all": (0, 0, 0, 0, 0),
+    "no rows": (0, 0, 0, 0, 0),
 }
 FEW = (3, 0, 20, 9, 1)  # of 40 rows
 over_all = over_implementations("grouped_matmul")
-over_all_slowly = over_implementations("grouped_matmul", slow="gpu")
+over_all_slow_on_hopper = over_implementations("grouped_matmul", slow="gpu")
 
 
 def over_sizes(test):
-    """Parametrises a test by `implementation` and `sizes`; Hopper's emulator takes seconds for each of SIZES."""
+    """Parametrises a test by `implementation` and `all_sizes`; Hopper's emulator takes seconds for each."""
     forms = [(p.id, *p.values) for p in over_all.args[1]]
     params = [
         pytest.param(how, list(SIZES.values()), id=form, marks=marks(form == "gpu"))
@@ -47,14 +47,14 @@ def over_sizes(test):
 
 
 def slices(sizes):
-    """The rows of each group."""
+    """Returns the rows of each group as slices."""
     ends = np.cumsum(sizes)
     return [slice(end - size, end) for end, size in zip(ends, sizes)]
 
 
 @pytest.fixture(scope="module")
 def problem():
-    """x [m d], w [e d f] and dy [m f]."""
+    """Returns x [m d], w [e d f] and dy [m f]."""
     rng = np.random.default_rng(1)
     arrays = (rng.standard_normal(s).astype(np.float32) for s in ((ROWS, D), (E, D, F), (ROWS, F)))
     return tuple(map(jnp.asarray, arrays))
@@ -73,7 +73,7 @@ def with_gradients(implementation):
 
 
 def loop(x, w, dy, sizes):
-    """(y, dx, dw) in float64, one expert after the other; zeros behind the last."""
+    """Returns (y, dx, dw) in float64 by a loop over experts; unassigned rows are zero."""
     x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
     y, dx, dw = np.zeros((len(x), w.shape[2])), np.zeros(x.shape), np.zeros(w.shape)
     for e, rows in enumerate(slices(sizes)):
@@ -82,7 +82,7 @@ def loop(x, w, dy, sizes):
 
 
 @over_sizes
-def test_product_and_gradients_are_those_of_the_loop(implementation, all_sizes, problem):
+def test_product_and_gradients_equal_loop(implementation, all_sizes, problem):
     x, w, dy = problem
     if all_sizes == [FEW]:
         x, dy = x[:40], dy[:40]
@@ -95,10 +95,10 @@ def test_product_and_gradients_are_those_of_the_loop(implementation, all_sizes, 
         assert not got[2][np.asarray(sizes) == 0].any(), sizes
 
 
-@over_all_slowly
-def test_rows_without_an_owner_are_never_looked_at(implementation, problem):
+@over_all_slow_on_hopper
+def test_ignores_unassigned_rows(implementation, problem):
     x, w, dy = problem
-    sizes = SIZES["rows without an owner"]
+    sizes = SIZES["unassigned rows"]
     filled = sum(sizes)
     x, dy = x.at[filled:].set(jnp.nan), dy.at[filled:].set(jnp.inf)
     got = with_gradients(implementation)(x, w, dy, jnp.asarray(sizes))
@@ -108,7 +108,7 @@ def test_rows_without_an_owner_are_never_looked_at(implementation, problem):
 
 @pytest.mark.slow
 @over_all
-def test_bfloat16_is_summed_wide(implementation):
+def test_sums_bfloat16_in_float32(implementation):
     """A bfloat16 sum of ones would stop at 256."""
     x, w, dy = (jnp.ones(s, jnp.bfloat16) for s in ((320, 400), (2, 400, 320), (320, 320)))
     y, dx, dw = with_gradients(implementation)(x, w, dy, jnp.asarray((304, 0)))
@@ -117,8 +117,8 @@ def test_bfloat16_is_summed_wide(implementation):
     assert set(np.unique(dw[0])) == {304} and not dw[1].any()
 
 
-@over_all_slowly
-def test_two_runs_give_the_same_bits(implementation, problem):
+@over_all_slow_on_hopper
+def test_is_deterministic(implementation, problem):
     run = functools.partial(with_gradients(implementation), *problem)
     sizes = jnp.asarray(SIZES["uneven"])
     for a, b in zip(run(sizes), run(sizes)):
@@ -127,8 +127,7 @@ def test_two_runs_give_the_same_bits(implementation, problem):
 
 @pytest.mark.slow
 @over_all
-def test_batches(implementation, problem):
-    """A batch of everything but the sizes."""
+def test_vmaps_over_rows_and_weights(implementation, problem):
     x, w, dy = problem[0][:40], problem[1], problem[2][:40]
     sizes = jnp.asarray(FEW)
     run = with_gradients(implementation)
@@ -140,8 +139,7 @@ def test_batches(implementation, problem):
 
 @pytest.mark.slow
 @over_implementations("grouped_matmul", several_devices=True)
-def test_experts_on_devices(implementation, problem):
-    """Experts that lie on 8 devices."""
+def test_shards_experts_over_devices(implementation, problem):
     x, w, sizes = problem[0][:40], problem[1], jnp.asarray(FEW)
     expected = loop(x, w, problem[2][:40], FEW)[0]
     mesh = Mesh(np.array(jax.devices()[:8]), ("expert",))
@@ -157,7 +155,7 @@ def test_experts_on_devices(implementation, problem):
 
 
 @over_implementations("grouped_matmul", slow="tpu gpu")
-def test_traced_once_whatever_the_sizes(implementation, problem):
+def test_traces_once_for_all_sizes(implementation, problem):
     traced = []
 
     @jax.jit
@@ -172,11 +170,10 @@ def test_traced_once_whatever_the_sizes(implementation, problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
-def test_swiglu_does_not_race(name, x_dy):
-    x, dy = (
-        jnp.asarray(a[:48]) for a in x_dy
-    )  # whole tiles: the emulator pads what is written in place
-    y, dx, dw = swiglu_with_gradients(watched(name))(x, dy, jnp.asarray(FEW), weights())
+def test_swiglu_has_no_races(name, x_dy):
+    # Full tiles, because the emulator pads arrays that are written in place.
+    x, dy = (jnp.asarray(a[:48]) for a in x_dy)
+    y, dx, dw = swiglu_with_gradients(race_checked(name))(x, dy, jnp.asarray(FEW), weights())
     assert not compat.has_races(name)
     expected = swiglu_loop(np.asarray(x), np.asarray(dy), FEW)
     np.testing.assert_allclose(y, expected[0], atol=1e-4)
@@ -186,14 +183,14 @@ def test_swiglu_does_not_race(name, x_dy):
 
 
 @pytest.mark.slow
-def test_weights_fetched_ahead_over_several_column_tiles_do_not_race(problem):
-    """Three column tiles of 128, so that the fetch ahead goes over from tile to tile."""
+def test_weight_prefetch_has_no_races(problem):
+    """The prefetch crosses from one of three column tiles to the next."""
     rng = np.random.default_rng(2)
     x, dy = problem[0][:40], jnp.asarray(rng.standard_normal((40, 384)), jnp.float32)
     w = jnp.asarray(rng.standard_normal((E, D, 384)), jnp.float32)
 
     def run(x, w):
-        return grouped_matmul(x, w, jnp.asarray(FEW), implementation=watched("tpu"))
+        return grouped_matmul(x, w, jnp.asarray(FEW), implementation=race_checked("tpu"))
 
     with mock.patch.object(tpu, "MAX_COLUMNS", 128):
         y, pull = jax.vjp(run, x, w)
@@ -238,13 +235,13 @@ def test_schedules_row_tiles(tile, rows):
             assert (every.end - every.begin)[mine].sum() == size and (np.diff(mine) == 1).all()
 
 
-def test_column_tiles():
-    assert tiles.column_tile(2048, 1536) == 1024, "one for each core"
+def test_selects_column_tiles():
+    assert tiles.column_tile(2048, 1536) == 1024, "one tile per core"
     assert tiles.column_tile(6144, 1536) == 1536
     assert tiles.column_tile(384, 1536) == 384 and tpu.column_tile(100, 1536) == 100
 
 
-def test_what_is_refused(problem):
+def test_rejects_unsupported_inputs(problem):
     x, w, _ = problem
     sizes = jnp.asarray(SIZES["uneven"])
     with pytest.raises(ValueError, match=r"\[m k\], \[e k n\] and \[e\]"):
@@ -266,7 +263,7 @@ def swiglu(x, sizes, w, **named):
 
 
 def swiglu_loop(x, dy, sizes):
-    """(y, dx, dw) of rows sorted by expert, one expert after the other; zeros behind the last."""
+    """Returns (y, dx, dw) of rows sorted by expert by a loop over experts; unassigned rows are zero."""
     w = weights()
     y, dx = np.zeros(x.shape), np.zeros(x.shape)
     dw = {k: np.zeros(v.shape) for k, v in w.items()}
@@ -293,7 +290,7 @@ def swiglu_with_gradients(implementation):
 
 
 @over_sizes
-def test_swiglu_and_its_gradients_are_those_of_the_loop(implementation, all_sizes, x_dy):
+def test_swiglu_and_gradients_equal_loop(implementation, all_sizes, x_dy):
     x, dy = x_dy[:, :40] if all_sizes == [FEW] else x_dy
     for sizes in all_sizes:
         y, dx, dw = swiglu_with_gradients(implementation)(x, dy, np.int32(sizes), weights())
@@ -305,7 +302,7 @@ def test_swiglu_and_its_gradients_are_those_of_the_loop(implementation, all_size
             np.testing.assert_allclose(dw[key], value, atol=1e-3, err_msg=f"{key} {sizes}")
 
 
-def test_the_loop_is_the_oracle(x_dy):
+def test_loop_equals_oracle(x_dy):
     x = x_dy[0][:3]
     w = {k: v[1] for k, v in weights().items()}
     expected = oracle.swiglu(x, w["gate"].T, w["up"].T, w["down"].T)
@@ -314,7 +311,7 @@ def test_the_loop_is_the_oracle(x_dy):
 
 @over_implementations("grouped_matmul", slow="tpu gpu")
 @pytest.mark.parametrize("expected_rows", in_tiers([1], [4000]))
-def test_how_many_rows_are_expected_changes_nothing(implementation, expected_rows, x_dy):
+def test_expected_rows_do_not_change_results(implementation, expected_rows, x_dy):
     sizes = SIZES["uneven"]
     run = functools.partial(swiglu, expected_rows=expected_rows, implementation=implementation)
     got = jax.jit(run)(x_dy[0], np.asarray(sizes, np.int32), weights())
@@ -323,7 +320,7 @@ def test_how_many_rows_are_expected_changes_nothing(implementation, expected_row
 
 @pytest.mark.parametrize("spread", [cases.even, cases.skewed])
 @pytest.mark.parametrize("sizes", [cases.UP, cases.SMALL])
-def test_cases_fill_the_rows_that_they_count(spread, sizes):
+def test_cases_fill_counted_rows(spread, sizes):
     got = np.asarray(spread(sizes))
     assert got.sum() == sizes["filled"] and got.shape == (sizes["e"],) and (got >= 0).all()
     assert got.dtype == np.int32 and (np.ptp(got) < 2) == (spread is cases.even)

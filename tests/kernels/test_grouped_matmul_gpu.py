@@ -1,4 +1,4 @@
-"""What only the Hopper form does: tiles that begin where groups do, rings that turn, rows kept from neighbours."""
+"""Tests of grouped_matmul on Hopper: unaligned tiles, rings, rows next to other groups."""
 
 import functools
 
@@ -9,11 +9,11 @@ import pytest
 
 from pallas_kernels import compat
 from pallas_kernels.grouped_matmul import gpu, gpu_rows, gpu_weights
-from tests.kernels.implementations import watched
+from tests.kernels.implementations import race_checked
 from tests.kernels.test_grouped_matmul import slices
 
 RNG = np.random.default_rng(3)
-INTERPRET = watched("gpu").interpret
+INTERPRET = race_checked("gpu").interpret
 
 
 def draw(*shape):
@@ -21,8 +21,8 @@ def draw(*shape):
 
 
 @pytest.mark.slow
-def test_rows_of_several_tiles_that_begin_anywhere():
-    """Five steps in a ring of four, tiles of one group behind another's, and rows that nobody has."""
+def test_handles_unaligned_groups_of_several_tiles():
+    """A ring of four runs five steps; tiles of groups are adjacent; some rows are unassigned."""
     sizes = (3, 131, 0, 1, 17)
     x, w = draw(160, 320), draw(5, 320, 64)
     work = gpu_rows.schedule_row_tiles(jnp.asarray(sizes), 160)
@@ -37,8 +37,8 @@ def test_rows_of_several_tiles_that_begin_anywhere():
 
 
 @pytest.mark.slow
-def test_sums_over_rows_that_are_others_too():
-    """Groups that begin and end within the same eight rows, beside a group of six steps."""
+def test_sums_groups_that_share_aligned_rows():
+    """Groups begin and end within the same eight rows; another group takes six steps."""
     sizes = (3, 2, 0, 340)
     x, dy = draw(352, 128), draw(352, 128)
     x, dy = (a.at[345:].set(jnp.nan) for a in (x, dy))
@@ -49,7 +49,7 @@ def test_sums_over_rows_that_are_others_too():
         np.testing.assert_allclose(got, expected, atol=2e-4)
 
 
-def test_work_covers_every_row_once():
+def test_schedule_covers_each_row_once():
     rows, num_groups = 1000, 6
     run = jax.jit(gpu_rows.schedule_row_tiles, static_argnums=1)
     draws = RNG.multinomial(rows, np.full(num_groups, 1 / num_groups), 40)
@@ -70,7 +70,7 @@ def test_work_covers_every_row_once():
         assert (owner[len(expected) :] == num_groups).all()
 
 
-def test_says_what_it_cannot_take():
+def test_grouped_matmul_names_unsupported_dtype():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 6144), (1, 6144, 2048)))
     assert gpu.unsupported_reason(x, w) is None
     assert "float16" in gpu.unsupported_reason(x.update(dtype=jnp.float16), w)

@@ -1,4 +1,4 @@
-"""Index scores and their gradients against the NumPy oracle."""
+"""Tests of index scores and their gradients against the NumPy oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +7,18 @@ import pytest
 
 from pallas_kernels import compat
 from pallas_kernels.index_scores import index_scores
-from tests.kernels.implementations import over_implementations, over_pallas_forms, watched
+from tests.kernels.implementations import over_implementations, over_pallas_forms, race_checked
 from tests.kernels.indexer_problem import B, S, T, problem
 from tests.oracles import indexer_kl as oracle
 
-GIVEN = problem()
-INPUTS = tuple(GIVEN[name] for name in ("idx_q", "idx_w", "idx_k"))
+PROBLEM = problem()
+INPUTS = tuple(PROBLEM[name] for name in ("idx_q", "idx_w", "idx_k"))
 WIDE = tuple(x.astype(np.float64) for x in INPUTS)
 DSCORES = np.random.default_rng(1).standard_normal((B, T, S)).astype(np.float32)
 
 
-def pulled(implementation, inputs=INPUTS, dscores=DSCORES):
-    """(scores, gradients of idx_q, idx_w, idx_k)."""
+def scores_and_gradients(implementation, inputs=INPUTS, dscores=DSCORES):
+    """Returns (scores, gradients of idx_q, idx_w, idx_k)."""
 
     @jax.jit
     def run(*inputs):
@@ -29,23 +29,23 @@ def pulled(implementation, inputs=INPUTS, dscores=DSCORES):
 
 
 @over_implementations("index_scores")
-def test_scores_and_their_gradients(implementation):
+def test_index_scores_and_gradients_equal_oracle(implementation):
     inputs, wide, dscores = INPUTS, WIDE, DSCORES
     if getattr(implementation, "name", None) == "gpu":  # its emulator is slow: 3 queries of a row
         inputs, wide = ([q[:1, :3], w[:1, :3], k[:1]] for q, w, k in (INPUTS, WIDE))
         dscores = DSCORES[:1, :3]
-    got = pulled(implementation, inputs, dscores)
+    got = scores_and_gradients(implementation, inputs, dscores)
     scores, _ = oracle.index_scores(*wide)
     assert (scores < 0).any()  # weights are signed
     for ours, theirs in zip(got, (scores, *oracle.pull_scores(*wide, dscores)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-@over_implementations("index_scores", slow="ref gpu")
-def test_bfloat16_keeps_its_dtypes_and_sums_wide(implementation):
+@over_implementations("index_scores", slow="xla gpu")
+def test_index_scores_sum_bfloat16_in_float32(implementation):
     q, w, k = (jnp.asarray(x) for x in INPUTS)
     inputs = (q.astype(jnp.bfloat16), w, k.astype(jnp.bfloat16))
-    got = pulled(implementation, inputs)
+    got = scores_and_gradients(implementation, inputs)
     assert [g.dtype for g in got] == [jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16]
     wide = tuple(np.asarray(x, np.float64) for x in inputs)
     want = (oracle.index_scores(*wide)[0], *oracle.pull_scores(*wide, DSCORES))
@@ -56,8 +56,8 @@ def test_bfloat16_keeps_its_dtypes_and_sums_wide(implementation):
 
 @pytest.mark.slow
 @over_implementations("index_scores")
-def test_same_bits_twice_and_under_vmap(implementation):
-    first, second = pulled(implementation), pulled(implementation)
+def test_index_scores_are_deterministic_and_vmap(implementation):
+    first, second = scores_and_gradients(implementation), scores_and_gradients(implementation)
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
     rows = jax.vmap(lambda *a: index_scores(*a, implementation=implementation))
@@ -67,9 +67,9 @@ def test_same_bits_twice_and_under_vmap(implementation):
 
 @pytest.mark.slow
 @over_pallas_forms("index_scores")
-def test_no_races(name):
+def test_index_scores_have_no_races(name):
     inputs, wide, dscores = (x[:1] for x in INPUTS), tuple(x[:1] for x in WIDE), DSCORES[:1]
-    got = pulled(watched(name), inputs, dscores)
+    got = scores_and_gradients(race_checked(name), inputs, dscores)
     assert not compat.has_races(name)
     want = (oracle.index_scores(*wide)[0], *oracle.pull_scores(*wide, dscores))
     for ours, theirs in zip(got, want, strict=True):

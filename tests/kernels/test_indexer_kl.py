@@ -1,4 +1,4 @@
-"""The warm-up's KL and its gradients against the NumPy oracle, and what both passes may hold."""
+"""Tests of the warm-up's KL and its gradients against the NumPy oracle, and of their memory."""
 
 import functools
 
@@ -18,7 +18,7 @@ from tests.kernels.implementations import (
     over_cases,
     over_implementations,
     over_pallas_forms,
-    watched,
+    race_checked,
 )
 from tests.kernels.indexer_problem import (
     SCALE,
@@ -30,7 +30,7 @@ from tests.kernels.indexer_problem import (
     S,
     T,
     assert_equal,
-    assert_summed_wide,
+    assert_summed_in_float32,
     expected,
     in_bfloat16,
     keep,
@@ -41,29 +41,29 @@ from tests.kernels.indexer_problem import (
 from tests.oracles import indexer_kl as oracle
 
 
-def call(given, lse, start=START, segments=None, **options):
-    """(loss, kl) of a problem."""
-    options = given | {"lse": lse, "scale": SCALE, "start": start, "block": 4} | options
+def call(inputs, lse, start=START, segments=None, **options):
+    """Returns (loss, kl) of the inputs."""
+    options = inputs | {"lse": lse, "scale": SCALE, "start": start, "block": 4} | options
     if segments is not None:
-        t = given["q"].shape[1]
+        t = inputs["q"].shape[1]
         options |= {"q_segments": segments[:, start : start + t], "k_segments": segments}
     return indexer_kl(**options)
 
 
-def pulled(given, lse, **options):
-    """The same with the gradients."""
-    return indexer_problem.pulled(lambda given: call(given, lse, **options), given)
+def with_gradients(inputs, lse, **options):
+    """Returns (loss, kl) and the gradients by name."""
+    return indexer_problem.with_gradients(lambda inputs: call(inputs, lse, **options), inputs)
 
 
 @pytest.fixture
 def few_extents(monkeypatch):
-    """Runs of several blocks, as in sequences of more than 16 blocks."""
+    """Makes runs of several blocks, as in sequences of more than 16 blocks."""
     monkeypatch.setattr(blocks, "EXTENTS", 2)
 
 
 CASES = {
-    "the end of a row": dict(start=S - T),
-    "the beginning": dict(start=0),
+    "end of a row": dict(start=S - T),
+    "start of a row": dict(start=0),
     "documents": dict(segments=SEGMENTS),
     "one key for all heads": dict(key_heads=1, block=1),
     "two heads to a key": dict(key_heads=2, segments=SEGMENTS, block=64),
@@ -71,7 +71,7 @@ CASES = {
 
 
 QUICK = {
-    "ref": ("documents",),
+    "xla": ("documents",),
     "tpu": ("two heads to a key",),
     "gpu": (),
 }
@@ -79,25 +79,27 @@ QUICK = {
 
 @pytest.mark.usefixtures("few_extents")
 @over_cases("indexer_kl", CASES, QUICK)
-def test_kl_and_its_gradients(name, implementation):
+def test_kl_and_gradients_equal_oracle(name, implementation):
     case = dict(CASES[name])
-    given = problem(key_heads=case.pop("key_heads", N))
+    inputs = problem(key_heads=case.pop("key_heads", N))
     mask = keep(case.get("start", START), case.get("segments"))
-    got = pulled(given, log_sum_exp(given, mask), implementation=implementation, **case)
-    assert_equal(got, expected(given, mask))
+    got = with_gradients(inputs, log_sum_exp(inputs, mask), implementation=implementation, **case)
+    assert_equal(got, expected(inputs, mask))
     assert not np.asarray(got["kl"])[~mask.any(-1)].any()
 
 
-def test_kl_and_its_gradients_on_hopper():
-    """Of few queries and keys, as its emulator is slow."""
+def test_hopper_kl_and_gradients_equal_oracle():
+    """Uses few queries and keys because Hopper's emulator is slow."""
     t, s = 3, 40
-    given = {name: x[:1] for name, x in problem(t=t, s=s).items()}
+    inputs = {name: x[:1] for name, x in problem(t=t, s=s).items()}
     mask = keep(s - t, None, t, s)[:1]
     options = {"start": s - t, "implementation": interpreted("gpu")}
-    assert_equal(pulled(given, log_sum_exp(given, mask), **options), expected(given, mask))
+    assert_equal(
+        with_gradients(inputs, log_sum_exp(inputs, mask), **options), expected(inputs, mask)
+    )
 
 
-# Rows in which tiles of 128 keys are of other documents alone, before and between a query's own.
+# Some tiles of 128 keys hold other documents only, before and between those of a query's document.
 LONG = np.stack(
     [np.repeat([5, 1, 2, 2], [90, 60, 100, 50]), np.repeat([3, 0, 4, 3], [130, 20, 30, 120])]
 )
@@ -106,8 +108,8 @@ LONG = np.stack(
 @pytest.mark.slow
 @over_pallas_forms("indexer_kl")
 @pytest.mark.parametrize("block", [128, 256])
-def test_over_several_tiles(name, block, monkeypatch):
-    """140 queries and 300 keys: two blocks of a tile or one of two, each over three tiles of keys."""
+def test_kl_over_several_tiles_equals_oracle(name, block, monkeypatch):
+    """140 queries are two blocks of one tile or one block of two, over three tiles of keys."""
     if name == "tpu":
         for module in (summed_attention_probs_tpu, index_scores_tpu):
             monkeypatch.setattr(module, "QUERIES", (128,))
@@ -116,33 +118,35 @@ def test_over_several_tiles(name, block, monkeypatch):
     else:
         monkeypatch.setattr(indexer_kl_gpu, "BLOCK", block)
     t, s = 140, 300
-    given = problem(t=t, s=s)
+    inputs = problem(t=t, s=s)
     for segments in (None, LONG):
         mask = keep(s - t, segments, t, s)
         options = {"start": s - t, "segments": segments, "implementation": interpreted(name)}
-        assert_equal(pulled(given, log_sum_exp(given, mask), **options), expected(given, mask))
+        assert_equal(
+            with_gradients(inputs, log_sum_exp(inputs, mask), **options), expected(inputs, mask)
+        )
 
 
 @over_implementations("indexer_kl", slow="tpu gpu")
-def test_start_known_at_run_time_and_no_gradient_asked(implementation):
-    given = problem()
-    lse = log_sum_exp(given, keep(START))
-    run = jax.jit(lambda start: call(given, lse, start, implementation=implementation))
+def test_accepts_traced_start_without_gradients(implementation):
+    inputs = problem()
+    lse = log_sum_exp(inputs, keep(START))
+    run = jax.jit(lambda start: call(inputs, lse, start, implementation=implementation))
     loss, kl = run(START)
-    want = expected(given, keep(START))
+    want = expected(inputs, keep(START))
     np.testing.assert_allclose(kl, want["kl"], atol=2e-5)
     np.testing.assert_allclose(loss, want["loss"], rtol=1e-5)
 
 
-def test_the_oracles_gradients_are_the_slopes_of_its_loss():
-    given = {name: x.astype(np.float64) for name, x in problem().items()}
+def test_oracle_gradients_equal_finite_differences():
+    inputs = {name: x.astype(np.float64) for name, x in problem().items()}
     rng = np.random.default_rng(3)
     mask = keep(START, SEGMENTS)
-    want = expected(given, mask)
+    want = expected(inputs, mask)
     for name in TRAINED:
-        way, step = rng.standard_normal(given[name].shape), 1e-6
+        way, step = rng.standard_normal(inputs[name].shape), 1e-6
         losses = [
-            expected(given | {name: given[name] + sign * step * way}, mask)["loss"]
+            expected(inputs | {name: inputs[name] + sign * step * way}, mask)["loss"]
             for sign in (1, -1)
         ]
         slope = (losses[0] - losses[1]) / (2 * step)
@@ -151,13 +155,13 @@ def test_the_oracles_gradients_are_the_slopes_of_its_loss():
 
 @pytest.mark.slow
 @over_implementations("indexer_kl")
-def test_equal_scores_measure_how_sharp_the_attention_is(implementation):
-    """Head weights of zero: I is flat, so kl = log(visible keys) - entropy(p), and only the weights learn."""
-    given = problem()
-    given["idx_w"] = np.zeros_like(given["idx_w"])
+def test_kl_of_equal_scores_is_entropy_gap(implementation):
+    """With zero head weights all scores are 0, so kl = log(visible keys) - entropy(p)."""
+    inputs = problem()
+    inputs["idx_w"] = np.zeros_like(inputs["idx_w"])
     mask = keep(START)
-    got = pulled(given, log_sum_exp(given, mask), implementation=implementation)
-    p = oracle.summed_attention_probs(given["q"], given["k"], mask, SCALE) / N
+    got = with_gradients(inputs, log_sum_exp(inputs, mask), implementation=implementation)
+    p = oracle.summed_attention_probs(inputs["q"], inputs["k"], mask, SCALE) / N
     entropy = -np.sum(np.where(mask, p * np.log(np.where(mask, p, 1)), 0), axis=-1)
     np.testing.assert_allclose(got["kl"], np.log(mask.sum(-1)) - entropy, atol=2e-5)
     assert not np.asarray(got["d_idx_q"]).any() and not np.asarray(got["d_idx_k"]).any()
@@ -165,74 +169,74 @@ def test_equal_scores_measure_how_sharp_the_attention_is(implementation):
 
 
 @over_implementations("indexer_kl", slow="tpu gpu")
-def test_the_target_is_normalised(implementation):
-    """A log-sum-exp that is off by a constant scales every probability alike."""
-    given = problem()
-    lse = log_sum_exp(given, keep(START))
-    got = pulled(given, lse - 0.7, implementation=implementation)
-    assert_equal(got, expected(given, keep(START)))
+def test_normalizes_target(implementation):
+    """A constant error of the log-sum-exp scales all probabilities equally."""
+    inputs = problem()
+    lse = log_sum_exp(inputs, keep(START))
+    got = with_gradients(inputs, lse - 0.7, implementation=implementation)
+    assert_equal(got, expected(inputs, keep(START)))
 
 
 @over_implementations("indexer_kl", slow="tpu gpu")
-def test_the_target_does_not_learn(implementation):
-    given = problem()
+def test_target_has_no_gradient(implementation):
+    inputs = problem()
     run = functools.partial(call, implementation=implementation)
-    gradients = target_gradients(run, given, log_sum_exp(given, keep(START)))
+    gradients = target_gradients(run, inputs, log_sum_exp(inputs, keep(START)))
     assert not any(np.asarray(g).any() for g in gradients)
 
 
-def test_gradients_scale_with_the_losses_own():
-    given = problem()
-    lse = log_sum_exp(given, keep(START))
+def test_scales_gradients_by_cotangent():
+    inputs = problem()
+    lse = log_sum_exp(inputs, keep(START))
 
     def loss(trained):
-        return -3 * call(given | trained, lse)[0]
+        return -3 * call(inputs | trained, lse)[0]
 
-    got = jax.jit(jax.grad(loss))({name: given[name] for name in TRAINED})
-    want = expected(given, keep(START))
+    got = jax.jit(jax.grad(loss))({name: inputs[name] for name in TRAINED})
+    want = expected(inputs, keep(START))
     for name in TRAINED:
         np.testing.assert_allclose(got[name], -3 * want[f"d_{name}"], atol=1e-4)
 
 
-def test_without_weights_every_query_counts_once():
-    given = problem()
-    lse = log_sum_exp(given, keep(START))
-    loss, kl = jax.jit(lambda: call(given, lse, weight=None))()
+def test_default_weight_is_one():
+    inputs = problem()
+    lse = log_sum_exp(inputs, keep(START))
+    loss, kl = jax.jit(lambda: call(inputs, lse, weight=None))()
     np.testing.assert_allclose(loss, kl.sum(), rtol=1e-6)
 
 
 @pytest.mark.slow
 @over_implementations("indexer_kl")
-def test_bfloat16_sums_wide_and_the_same_twice(implementation):
+def test_kl_sums_bfloat16_in_float32(implementation):
     low, rounded = in_bfloat16(problem())
     lse = log_sum_exp(rounded, keep(START))
-    got, again = (pulled(low, lse, implementation=implementation) for _ in range(2))
-    assert_summed_wide(low, expected(rounded, keep(START)), got, again)
+    got, again = (with_gradients(low, lse, implementation=implementation) for _ in range(2))
+    assert_summed_in_float32(low, expected(rounded, keep(START)), got, again)
 
 
-@over_implementations("indexer_kl", several_devices=True, slow="ref tpu")
-def test_in_a_manual_region_of_8_devices(implementation):
-    """Queries over devices, keys whole, as the model shards them: the keys' gradient is the devices' sum."""
-    given = problem()
+@over_implementations("indexer_kl", several_devices=True, slow="xla tpu")
+def test_shards_queries_over_8_devices(implementation):
+    """Queries are sharded are sharded and keys are not; the keys' gradient is the sum over devices."""
+    inputs = problem()
     mask = keep(S - T)
-    lse = log_sum_exp(given, mask)
-    queries = 16  # 13 of them and padding: no segment, no weight
-    pad = {name: np.pad(given[name], [(0, 0), (0, queries - T)] + [(0, 0)] * (given[name].ndim - 2))
+    lse = log_sum_exp(inputs, mask)
+    queries = 16  # 13 and padding, which has no segment and no weight
+    pad = {name: np.pad(inputs[name], [(0, 0), (0, queries - T)] + [(0, 0)] * (inputs[name].ndim - 2))
            for name in ("idx_q", "idx_w", "q", "weight")}  # fmt: skip
     lse = np.pad(lse, [(0, 0), (0, queries - T), (0, 0)])
-    own = np.pad(np.ones((B, T), np.int32), [(0, 0), (0, queries - T)])
+    q_segments = np.pad(np.ones((B, T), np.int32), [(0, 0), (0, queries - T)])
     mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
-    split, whole = P(None, "context"), P()
+    split, replicated = P(None, "context"), P()
 
     @jax.jit
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(split, split, whole, split, whole, split, split, split),
-        out_specs=(whole, (split, split, whole)),
+        in_specs=(split, split, replicated, split, replicated, split, split, split),
+        out_specs=(replicated, (split, split, replicated)),
         check_vma=False,
     )
-    def run(idx_q, idx_w, idx_k, q, k, lse, weight, own):
+    def run(idx_q, idx_w, idx_k, q, k, lse, weight, q_segments):
         start = S - T + jax.lax.axis_index("context") * idx_q.shape[1]
 
         def loss(idx_q, idx_w, idx_k):
@@ -246,7 +250,7 @@ def test_in_a_manual_region_of_8_devices(implementation):
                 scale=SCALE,
                 weight=weight,
                 start=start,
-                q_segments=own,
+                q_segments=q_segments,
                 k_segments=jnp.ones((B, S), jnp.int32),
                 implementation=implementation,
             )[0]
@@ -257,32 +261,32 @@ def test_in_a_manual_region_of_8_devices(implementation):
     arrays = (
         pad["idx_q"],
         pad["idx_w"],
-        given["idx_k"],
+        inputs["idx_k"],
         pad["q"],
-        given["k"],
+        inputs["k"],
         lse,
         pad["weight"],
-        own,
+        q_segments,
     )
     value, (dq, dw, dk) = run(*arrays)
     got = {"loss": value, "d_idx_q": dq[:, :T], "d_idx_w": dw[:, :T], "d_idx_k": dk}
-    assert_equal(got, expected(given, mask), got)
+    assert_equal(got, expected(inputs, mask), got)
 
 
 @pytest.mark.slow
-def test_under_vmap_and_traced_once():
+def test_kl_vmaps_and_traces_once():
     traces = []
 
     @jax.jit
-    def run(given, lse):
+    def run(inputs, lse):
         traces.append(1)
-        rows = jax.tree.map(lambda x: x[:, None], (given, lse))
-        return jax.vmap(lambda given, lse: call(given, lse))(*rows)
+        rows = jax.tree.map(lambda x: x[:, None], (inputs, lse))
+        return jax.vmap(lambda inputs, lse: call(inputs, lse))(*rows)
 
     for seed in (0, 1):
-        given = problem(seed)
-        loss, kl = run(given, log_sum_exp(given, keep(START)))
-        want = expected(given, keep(START))
+        inputs = problem(seed)
+        loss, kl = run(inputs, log_sum_exp(inputs, keep(START)))
+        want = expected(inputs, keep(START))
         np.testing.assert_allclose(kl[:, 0], want["kl"], atol=2e-5)
         np.testing.assert_allclose(loss.sum(), want["loss"], rtol=1e-5)
     assert len(traces) == 1
@@ -290,25 +294,25 @@ def test_under_vmap_and_traced_once():
 
 @pytest.mark.slow
 @over_pallas_forms("indexer_kl")
-def test_no_races(name):
-    given = problem()
+def test_kl_has_no_races(name):
+    inputs = problem()
     mask = keep(START, SEGMENTS)
-    lse = log_sum_exp(given, mask)
+    lse = log_sum_exp(inputs, mask)
 
     def loss(trained):
-        return call(given | trained, lse, segments=SEGMENTS, implementation=watched(name))
+        return call(inputs | trained, lse, segments=SEGMENTS, implementation=race_checked(name))
 
-    (_, kl), gradients = jax.value_and_grad(loss, has_aux=True)({n: given[n] for n in TRAINED})
+    (_, kl), gradients = jax.value_and_grad(loss, has_aux=True)({n: inputs[n] for n in TRAINED})
     assert not compat.has_races(name)
     got = {"kl": kl} | {f"d_{name}": g for name, g in gradients.items()}
-    assert_equal(got, expected(given, mask), got)
+    assert_equal(got, expected(inputs, mask), got)
 
 
-# ---- what both passes may hold -------------------------------------------------------------------
+# ---- memory of both passes -------------------------------------------------------------------
 
 
 def shapes(t: int):
-    """Abstract arguments of `step` for t tokens: 8 heads of 16, 4 index heads of 8."""
+    """Returns abstract arguments of `step` for t tokens, with 8 heads of 16 and 4 index heads of 8."""
 
     def of(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -317,33 +321,33 @@ def shapes(t: int):
 
 
 def step(block: int):
-    """KL and the indexer's gradients."""
+    """Returns a function that computes the KL and the indexer's gradients."""
     loss = functools.partial(indexer_kl, scale=0.1, block=block)
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
 
 
 def largest(jaxpr) -> int:
-    """Elements of the largest array that any equation of a jaxpr makes, inside loops and calls too."""
-    most = 0
+    """Returns the elements of the largest array of a jaxpr, including loops and calls."""
+    maximum = 0
     for equation in jaxpr.eqns:
         params = jax.tree.leaves(
             tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
         )
         inner = [largest(getattr(p, "jaxpr", p)) for p in params if hasattr(p, "eqns")]
-        most = max([most, *inner, *(v.aval.size for v in equation.outvars)])
-    return most
+        maximum = max([maximum, *inner, *(v.aval.size for v in equation.outvars)])
+    return maximum
 
 
-def test_no_array_has_a_place_for_every_query_and_key():
-    """Let alone for every head: nothing is larger than the queries of all heads."""
+def test_never_materializes_all_scores():
+    """No array is larger than the queries of all heads."""
     t = 512
     assert largest(jax.make_jaxpr(step(block=32))(*shapes(t)).jaxpr) <= t * 8 * 16
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_extents")
-def test_memory_is_linear_in_the_length():
-    """Twice the tokens take twice the temporaries, where all scores would take four times as many."""
+def test_kl_memory_is_linear_in_length():
+    """Twice the tokens take twice the temporary memory; all scores would take four times."""
 
     def temporaries(t):
         compiled = jax.jit(step(block=32)).lower(*shapes(t)).compile()

@@ -1,4 +1,4 @@
-"""What the Hopper forms of the indexer's training cut: rings that turn, heads in pieces, steps of queries."""
+"""Tests of the indexer's training on Hopper: rings, heads in pieces, steps of queries."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ from pallas_kernels.summed_attention_probs import (
     gpu as summed_attention_probs_gpu,
     summed_attention_probs,
 )
-from tests.kernels.implementations import interpreted, watched
+from tests.kernels.implementations import interpreted, race_checked
 from tests.oracles import indexer_kl as oracle
 
 RNG = np.random.default_rng(0)
@@ -29,12 +29,14 @@ def wide(*arrays):
 
 
 @pytest.mark.slow
-def test_heads_are_contracted_in_pieces():
-    """3 heads go through two places of queries, their 12 pieces of keys through three."""
+def test_contracts_heads_in_pieces():
+    """A ring of two holds the queries of 3 heads, and a ring of three their 12 pieces of keys."""
     q, k, start = normal(1, 5, 3, 200), normal(1, 20, 3, 200), 12
     mask = np.arange(20) <= start + np.arange(5)[:, None]
     lse = oracle.log_sum_exp(*wide(q, k), mask[None], 0.1).astype(np.float32)
-    got = summed_attention_probs(q, k, lse, scale=0.1, start=start, implementation=watched("gpu"))
+    got = summed_attention_probs(
+        q, k, lse, scale=0.1, start=start, implementation=race_checked("gpu")
+    )
     assert not compat.has_races("gpu")
     np.testing.assert_allclose(
         got, oracle.summed_attention_probs(*wide(q, k), mask[None], 0.1), atol=2e-5
@@ -42,8 +44,8 @@ def test_heads_are_contracted_in_pieces():
 
 
 @pytest.mark.slow
-def test_heads_in_passes_and_rings_that_turn():
-    """6 tiles of keys, 3 of queries, and 3 heads one by one."""
+def test_computes_heads_in_passes():
+    """The inputs have 6 tiles of keys, 3 of queries, and 3 heads."""
     q, w, k = normal(1, 140, 3, 8), normal(1, 140, 3), normal(1, 700, 8)
     dscores = normal(1, 140, 700)
 
@@ -62,8 +64,8 @@ def test_heads_in_passes_and_rings_that_turn():
 
 
 @pytest.mark.slow
-def test_steps_of_queries_that_choose_the_same_keys():
-    """Every key of 5 queries in steps of 2, over 4 tiles of a ring of two; keys are fetched 2 at a time."""
+def test_sums_queries_with_the_same_keys():
+    """5 queries take steps of 2 over 4 tiles in a ring of two; 2 keys are fetched at a time."""
     b, t, s, k = 1, 5, 230, 200
     idx_q, idx_w, idx_k = normal(b, t, 3, 8), normal(b, t, 3), normal(b, s, 8)
     q, latents, lse = normal(b, t, 2, 16), normal(b, s, 16), np.full((b, t, 2), 5, np.float32)
@@ -82,7 +84,7 @@ def test_steps_of_queries_that_choose_the_same_keys():
         mock.patch.object(segment_sum, "PREFETCH_ROWS", 2),
     ):
         ours = run(interpreted("gpu"))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(run("ref")), strict=True):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(run("xla")), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -90,7 +92,7 @@ def shapes(dtype, *each):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in each]
 
 
-def test_say_what_they_cannot_take():
+def test_indexer_training_names_unsupported_inputs():
     b, t, s = 2, 3, 40
     indexer = (b, t, 32, 128), (b, t, 32), (b, s, 128)
     attention = (b, t, 64, 256), (b, s, 64, 256)

@@ -1,4 +1,4 @@
-"""Index scores against the NumPy oracle, and their selection against a stable sort."""
+"""Tests of index scores against the NumPy oracle, and of their selection against a stable sort."""
 
 import functools
 import itertools
@@ -24,12 +24,12 @@ from tests.kernels.implementations import (
     interpreted,
     over_implementations,
     over_pallas_forms,
-    watched,
+    race_checked,
 )
 from tests.oracles import indexer as oracle
 
 
-def test_scores():
+def test_signed_index_scores_equal_oracle():
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 5, 3, 10)), rng.standard_normal((2, 7, 10))
     w = rng.standard_normal((2, 5, 3))
@@ -49,26 +49,26 @@ def row(scores, k, visible=None):
     return select(scores, visible, k)[0, 0].tolist()
 
 
-def test_select_of_rows_by_hand():
+def test_selects_keys_of_handwritten_rows():
     nan, inf = np.nan, np.inf
     some = np.array([0, 1, 0, 1, 0], bool)
     table = {
-        "ascending, the best": ([3, 9, 1, 7, 5], 3, None, [1, 3, 4]),
+        "indices ascend": ([3, 9, 1, 7, 5], 3, None, [1, 3, 4]),
         "ties go to the lower index": ([1, 2, 2, 2, 0], 3, None, [1, 2, 3]),
-        "of ties the last is left out": ([2, 2, 3, 2, 2], 3, None, [0, 1, 2]),
+        "the last of ties is dropped": ([2, 2, 3, 2, 2], 3, None, [0, 1, 2]),
         "zeros of both signs are equal": ([0.0, -0.0, 5.0, -0.0, 0.0], 3, None, [0, 1, 2]),
-        "-0 is no less than 0": ([-0.0, 0.0, -0.0, 0.0, -1], 3, None, [0, 1, 2]),
+        "-0 equals 0": ([-0.0, 0.0, -0.0, 0.0, -1], 3, None, [0, 1, 2]),
         "few visible keys": ([9, 1, 9, 2, 9], 3, some, [1, 3, -1]),
         "no visible key": ([9, 1, 9, 2, 9], 3, ~some & some, [-1, -1, -1]),
         "NaN is last": ([nan, 1, -5, nan, 2], 3, None, [1, 2, 4]),
-        "NaN is before what is not visible": (
+        "NaN is before hidden keys": (
             [inf, -inf, nan, 1, nan],
             3,
             some | (np.arange(5) == 2),
             [1, 2, 3],
         ),
         "NaN ties with minus infinity": ([nan, 1, -5, -inf, 2], 4, None, [0, 1, 2, 4]),
-        "more than there are": ([3, 1, 2], 9, None, [0, 1, 2]),
+        "more than exist": ([3, 1, 2], 9, None, [0, 1, 2]),
     }
     for name, (scores, k, visible, expected) in table.items():
         assert row(scores, k, visible) == expected, name
@@ -84,23 +84,25 @@ SCORES = arrays.arrays(
 
 @given(SCORES, arrays.arrays(np.bool_, (2, 3, 8)), st.just(3))
 @settings(max_examples=40)
-def test_select_is_a_stable_descending_sort(scores, visible, k):
+def test_select_equals_stable_sort(scores, visible, k):
     expected = oracle.select(scores, visible, k)
     np.testing.assert_array_equal(select(scores, visible, k), expected)
 
 
 @pytest.mark.parametrize("start,block", in_tiers([("traced", 4)], [(0, 4), (5, 4), (5, 64)]))
-def test_selection_in_blocks(start, block):
-    """Whole documents, cut anywhere, at any offset into the keys."""
+def test_selects_in_blocks_of_queries(start, block):
+    """Blocks split documents anywhere, at any offset into the keys."""
     rng = np.random.default_rng(2)
     t, s, k = 11, 16, 5
     first = 5 if start == "traced" else start
     q, idx_k = rng.standard_normal((2, t, 3, 10)), rng.standard_normal((2, s, 10))
     w = rng.standard_normal((2, t, 3))
-    keys_of = np.repeat([[0, 1, 2], [3, 3, 4]], [3, 6, 7], axis=1)
-    own = keys_of[:, first : first + t]
+    k_segments = np.repeat([[0, 1, 2], [3, 3, 4]], [3, 6, 7], axis=1)
+    q_segments = k_segments[:, first : first + t]
     causal = np.arange(s) <= first + np.arange(t)[:, None]
-    visible = causal & (own[:, :, None] == keys_of[:, None]) & (own != 0)[..., None]
+    visible = (
+        causal & (q_segments[:, :, None] == k_segments[:, None]) & (q_segments != 0)[..., None]
+    )
     expected = oracle.select(oracle.index_scores(q, idx_k, w), visible, k)
 
     def run(start):
@@ -108,8 +110,8 @@ def test_selection_in_blocks(start, block):
             *(jnp.asarray(a, jnp.float32) for a in (q, w * 3**-0.5, idx_k)),
             k,
             start=start,
-            q_segments=jnp.asarray(own),
-            k_segments=jnp.asarray(keys_of),
+            q_segments=jnp.asarray(q_segments),
+            k_segments=jnp.asarray(k_segments),
             block=block,
         )
 
@@ -122,7 +124,7 @@ LONG_ROWS = {
     "all equal": lambda rng, shape: np.zeros(shape),
     "zeros of both signs": lambda rng, shape: rng.choice([0.0, -0.0, -1.0], shape),
     "few values": lambda rng, shape: rng.integers(-2, 3, shape),
-    # Of 16 groups, so for k = 8 the filter lets too many through.
+    # 2 of 16 groups, so for k = 8 the filter passes too many.
     "two groups hold the best": lambda rng, shape: np.where(
         np.arange(shape[-1]) % 16 < 2, 9.0 + rng.random(shape), rng.standard_normal(shape)
     ),
@@ -132,7 +134,7 @@ LONG_ROWS = {
 
 
 @pytest.mark.parametrize("k", in_tiers([8], [1, 40]))
-def test_long_rows_are_filtered_before_the_choice(k):
+def test_selects_from_filtered_long_rows(k):
     rng = np.random.default_rng(7)
     shape = (1, 3, 405)
     masks = {
@@ -148,18 +150,18 @@ def test_long_rows_are_filtered_before_the_choice(k):
 
 
 over_all = over_implementations("lightning_indexer")
-over_all_but_slow_on_hopper = over_implementations("lightning_indexer", slow="gpu")
+over_all_slow_on_hopper = over_implementations("lightning_indexer", slow="gpu")
 
 
-def chosen(scores, first, k):
-    """The oracle's choice from scores [b t s] among the keys up to each query."""
+def oracle_selection(scores, first, k):
+    """Returns the oracle's selection from scores [b t s] among the keys up to each query."""
     t, s = scores.shape[1:]
     causal = np.arange(s) <= first + np.arange(t)[:, None]
     return oracle.select(scores, np.broadcast_to(causal, scores.shape), k)
 
 
 def exact_scores(q, w, keys):
-    """The oracle's index scores; a scaling of all of them by a power of 2 apart, if there are 1, 4 or 16 heads."""
+    """Returns the oracle's index scores, up to a common power of 2 if there are 1, 4 or 16 heads."""
     return oracle.index_scores(*(np.asarray(x, np.float64) for x in (q, keys, w)))
 
 
@@ -168,15 +170,15 @@ TRACED = []
 
 @functools.cache
 def selector(implementation, k):
-    """jitted (q, w, keys, start, q_segments, k_segments) -> topk, with a start known at run time only."""
+    """Returns a jitted (q, w, keys, start, q_segments, k_segments) -> topk with a traced start."""
 
-    def run(idx_q, idx_w, idx_k, start, own, keys_of):
+    def run(idx_q, idx_w, idx_k, start, q_segments, k_segments):
         TRACED.append((implementation, k, idx_k.shape))
         return lightning_indexer(
             *(idx_q, idx_w, idx_k, k),
             start=start,
-            q_segments=own,
-            k_segments=keys_of,
+            q_segments=q_segments,
+            k_segments=k_segments,
             implementation=implementation,
         )
 
@@ -184,7 +186,7 @@ def selector(implementation, k):
 
 
 def with_scores(scores, t):
-    """(q [b t 2 j], w [b t 2], keys [b s j]) whose index scores are scores [b s], exactly, for every query."""
+    """Returns (q [b t 2 j], w [b t 2], keys [b s j]) whose index scores equal scores [b s] for every query."""
     b, s = scores.shape
     keys = np.zeros((b, s, 16), np.float32)
     keys[..., 0] = scores * 4  # the index scores are divided by the root of 16
@@ -197,15 +199,14 @@ T, S, CHOSEN = 3, 405, 8
 
 
 @over_all
-def test_the_selection_is_a_stable_descending_sort(implementation):
-    """Whatever the scores, the documents and the place of the queries among the keys."""
-    on_hopper = getattr(implementation, "name", None) == "gpu"  # whose emulator takes half a second
+def test_selection_equals_stable_sort(implementation):
+    on_hopper = getattr(implementation, "name", None) == "gpu"  # its emulator takes half a second
     for name in ("nan and infinity",) if on_hopper else LONG_ROWS:
         check_selection(implementation, name, 7, S - T, 2)
 
 
 @pytest.mark.slow
-def test_hoppers_selection_of_other_rows_is_a_stable_descending_sort():
+def test_hopper_selection_equals_stable_sort():
     for name in LONG_ROWS:
         check_selection(interpreted("gpu"), name, 7, S - T, 2)
 
@@ -214,8 +215,8 @@ def test_hoppers_selection_of_other_rows_is_a_stable_descending_sort():
 @example("few values", 0, 0, 0)
 @example("all equal", 0, CHOSEN - T, 0)
 @settings(max_examples=25)
-@over_all_but_slow_on_hopper
-def test_the_selection_at_any_place(implementation, name, seed, start, documents):
+@over_all_slow_on_hopper
+def test_selects_at_any_start(implementation, name, seed, start, documents):
     check_selection(implementation, name, seed, start, documents)
 
 
@@ -223,17 +224,17 @@ def check_selection(implementation, name, seed, start, documents):
     rng = np.random.default_rng(seed)
     scores = LONG_ROWS[name](rng, (2, S)).astype(np.float32)
     segments = np.sort(rng.integers(0, documents + 1, (2, S)), axis=1).astype(np.int32)
-    own = segments[:, np.minimum(start + np.arange(T), S - 1)]
+    q_segments = segments[:, np.minimum(start + np.arange(T), S - 1)]
     causal = np.arange(S) <= start + np.arange(T)[:, None]
-    visible = causal & (own[..., None] == segments[:, None]) & (own != 0)[..., None]
-    got = selector(implementation, CHOSEN)(*with_scores(scores, T), start, own, segments)
+    visible = causal & (q_segments[..., None] == segments[:, None]) & (q_segments != 0)[..., None]
+    got = selector(implementation, CHOSEN)(*with_scores(scores, T), start, q_segments, segments)
     shape = (2, T, S)
     expected = oracle.select(np.broadcast_to(scores[:, None], shape), visible, CHOSEN)
     np.testing.assert_array_equal(got, expected, err_msg=name)
 
 
 def problem(b, t, s, heads=4, dtype=jnp.float32):
-    """(q, w, keys) of small integers: products and sums are exact in every precision, and ties are many."""
+    """Returns (q, w, keys) of small integers, whose scores are exact in every precision and often tie."""
     rng = np.random.default_rng(4)
     shapes = (b, t, heads, 16), (b, t, heads), (b, s, 16)
     q, w, keys = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes)
@@ -242,19 +243,19 @@ def problem(b, t, s, heads=4, dtype=jnp.float32):
 
 @pytest.mark.slow
 @over_all
-def test_many_keys_and_more_than_a_register_of_queries(implementation):
-    """Keys beyond a chunk and beyond the ring of buffers, two pieces of a result, rows that are filled up."""
+def test_selects_from_many_keys(implementation):
+    """Keys exceed a chunk and the ring of buffers; a result has two pieces; queries are padded."""
     t, s, k, start = 11, 9000, 600, 8985
     q, w, keys = problem(1, t, s, dtype=jnp.bfloat16)
     got = selector(implementation, k)(q, w, keys, start, None, None)
-    np.testing.assert_array_equal(got, chosen(exact_scores(q, w, keys), start, k))
+    np.testing.assert_array_equal(got, oracle_selection(exact_scores(q, w, keys), start, k))
 
 
 @over_implementations("lightning_indexer", slow="tpu gpu")
-def test_start_known_when_tracing_and_more_asked_for_than_there_is(implementation):
+def test_static_start_and_more_keys_than_exist(implementation):
     t, s = 5, 40
     q, w, keys = problem(2, t, s)
-    expected = chosen(exact_scores(q, w, keys), 20, 64)
+    expected = oracle_selection(exact_scores(q, w, keys), 20, 64)
     got = lightning_indexer(q, w, keys, 64, start=20, implementation=implementation)
     np.testing.assert_array_equal(got, expected)
     assert got.shape == (2, t, s) and got.dtype == jnp.int32
@@ -262,8 +263,8 @@ def test_start_known_when_tracing_and_more_asked_for_than_there_is(implementatio
 
 @over_implementations("lightning_indexer", slow="tpu gpu")
 @pytest.mark.parametrize("dtype", in_tiers(["int8"], ["float8_e4m3fn"]))
-def test_quantised_keys(implementation, dtype):
-    """The products are those of the values, a key's score is multiplied by its scale."""
+def test_selects_from_quantized_keys(implementation, dtype):
+    """A key's score is the product of the quantized values times the key's scale."""
     rng = np.random.default_rng(3)
     t, s, k = 4, 300, 20
     q, q_scale = quantize_vectors(jnp.asarray(rng.standard_normal((1, t, 3, 16))), dtype)
@@ -277,7 +278,7 @@ def test_quantised_keys(implementation, dtype):
             q, w, keys, k, k_scale=k_scale, start=s - t, implementation=implementation
         )
 
-    expected = chosen(exact_scores(q, w, keys) * np.asarray(k_scale)[:, None], s - t, k)
+    expected = oracle_selection(exact_scores(q, w, keys) * np.asarray(k_scale)[:, None], s - t, k)
     np.testing.assert_array_equal(run(q, w, keys, k_scale), expected)
     flat = run(q, w, keys, jnp.ones_like(k_scale))
     assert (np.asarray(flat) != expected).any()
@@ -285,12 +286,12 @@ def test_quantised_keys(implementation, dtype):
 
 @pytest.mark.slow
 @over_implementations("lightning_indexer", several_devices=True)
-def test_batches_devices_and_the_same_bits(implementation):
-    """Under vmap, on 8 devices that share the queries, twice, and below a gradient."""
+def test_selection_vmaps_shards_and_repeats(implementation):
+    """The selection is the same under vmap, over 8 devices that share the queries, and in a second run."""
     t, s, k = 16, 64, 9
     q, w, keys = problem(1, t, s)
     scores = exact_scores(q, w, keys)
-    expected = chosen(scores, s - t, k)
+    expected = oracle_selection(scores, s - t, k)
     run = functools.partial(lightning_indexer, k=k, implementation=implementation)
 
     def local(q, w, keys):
@@ -298,8 +299,8 @@ def test_batches_devices_and_the_same_bits(implementation):
         return run(q, w, keys, start=first)
 
     mesh = Mesh(np.array(jax.devices()[:8]), ("context",))
-    spread, whole = P(None, "context"), P()
-    specs = dict(in_specs=(spread, spread, whole), out_specs=spread, check_vma=False)
+    spread, replicated = P(None, "context"), P()
+    specs = dict(in_specs=(spread, spread, replicated), out_specs=spread, check_vma=False)
     on_devices = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
     first, second = on_devices(q, w, keys), on_devices(q, w, keys)
     np.testing.assert_array_equal(first, expected)
@@ -308,11 +309,11 @@ def test_batches_devices_and_the_same_bits(implementation):
     both = jnp.stack([keys, keys[:, ::-1]])
     got = jax.vmap(lambda keys: run(q, w, keys, start=s - t))(both)
     np.testing.assert_array_equal(got[0], expected)
-    np.testing.assert_array_equal(got[1], chosen(scores[..., ::-1], s - t, k))
+    np.testing.assert_array_equal(got[1], oracle_selection(scores[..., ::-1], s - t, k))
 
 
 @over_implementations("lightning_indexer", slow="tpu gpu")
-def test_inside_a_function_that_is_differentiated(implementation):
+def test_selection_inside_differentiated_function(implementation):
     q, w, keys = problem(1, 4, 40)
 
     def loss(q, w, keys):
@@ -322,8 +323,8 @@ def test_inside_a_function_that_is_differentiated(implementation):
     jax.eval_shape(jax.grad(loss, (0, 1, 2)), q, w, keys)
 
 
-@over_all_but_slow_on_hopper
-def test_traced_once_whatever_the_start(implementation):
+@over_all_slow_on_hopper
+def test_selection_traces_once_for_all_starts(implementation):
     check_selection(implementation, "distinct", 0, 0, 1)
     check_selection(implementation, "distinct", 0, 30, 2)
     assert TRACED.count((implementation, CHOSEN, (2, S, 16))) == 1
@@ -331,19 +332,19 @@ def test_traced_once_whatever_the_start(implementation):
 
 @pytest.mark.slow
 @over_pallas_forms("lightning_indexer")
-def test_no_races(name, monkeypatch):
-    monkeypatch.setattr(tpu, "RING", 2)  # a buffer is filled again while the other one is in use
+def test_selection_has_no_races(name, monkeypatch):
+    monkeypatch.setattr(tpu, "RING", 2)  # one buffer is refilled while the other is in use
     t, s, k = 3, 2500, 16
     q, w, keys = problem(1, t, s)
     segments = jnp.ones((1, s), jnp.int32)
-    own = segments[:, -t:]
-    got = selector(watched(name), k)(q, w, keys, s - t, own, segments)
+    q_segments = segments[:, -t:]
+    got = selector(race_checked(name), k)(q, w, keys, s - t, q_segments, segments)
     assert not compat.has_races(name)
-    np.testing.assert_array_equal(got, selector("ref", k)(q, w, keys, s - t, own, segments))
+    np.testing.assert_array_equal(got, selector("xla", k)(q, w, keys, s - t, q_segments, segments))
 
 
 @over_pallas_forms("lightning_indexer")
-def test_pallas_forms_say_what_they_do_not_take(name):
+def test_pallas_forms_reject_mixed_dtypes(name):
     q, w, keys = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 2, 2)), jnp.ones((1, 40, 16), jnp.bfloat16)
     with pytest.raises(ValueError, match="queries of float32 and keys of bfloat16"):
         lightning_indexer(q, w, keys, 8, implementation=interpreted(name))

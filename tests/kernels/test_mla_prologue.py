@@ -1,4 +1,4 @@
-"""Projections, norms, rotation and cache write before attention against NumPy in float64."""
+"""Tests of projections, norms, rotation and cache write before attention, against NumPy in float64."""
 
 import functools
 
@@ -10,11 +10,16 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from pallas_kernels import backends, compat
 from pallas_kernels.mla_prologue import mla_prologue
-from tests.kernels.implementations import over_implementations, over_pallas_forms, watched, written
+from tests.kernels.implementations import (
+    implementation_names,
+    over_implementations,
+    over_pallas_forms,
+    race_checked,
+)
 from tests.oracles import attention as oracle
 
 D, Q, N, H, R, C, ROWS = 256, 128, 2, 96, 32, 128, 96
-EPS = 1e-2  # large enough to show
+EPS = 1e-2  # large enough to change results
 SLOTS = np.array([[5, 6, 7], [31, 32, 33], [-1, 64, 95]], np.int32)
 
 
@@ -40,7 +45,7 @@ def problem(biases=True, shape=SLOTS.shape):
 
 
 def expected(x, w, turns, cache, slots):
-    """(c_q, q, latent, cache) in float64."""
+    """Returns (c_q, q, latent, cache) in float64."""
     x, cache = x.astype(np.float64), cache.astype(np.float64)
     w = {k: v.astype(np.float64) for k, v in w.items()}
     c_q = oracle.rms_norm(x @ w["q_a"] + w.get("q_a_bias", 0), w["q_a_norm"], EPS)
@@ -56,14 +61,14 @@ def expected(x, w, turns, cache, slots):
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def run(x, w, cos, sin, cache=None, slots=None, implementation="ref"):
+def run(x, w, cos, sin, cache=None, slots=None, implementation="xla"):
     return mla_prologue(
         x, w, cos, sin, eps=EPS, cache=cache, slots=slots, implementation=implementation
     )
 
 
 @over_implementations("mla_prologue")
-def test_queries_latents_and_cache(implementation, biases=True):
+def test_prologue_equals_oracle(implementation, biases=True):
     (x, w, cos, sin, cache), turns = problem(biases)
     got = run(x, w, cos, sin, cache, SLOTS, implementation)
     for ours, theirs in zip(got, expected(x, w, turns, cache, SLOTS), strict=True):
@@ -73,12 +78,12 @@ def test_queries_latents_and_cache(implementation, biases=True):
 
 
 @over_implementations("mla_prologue", slow="tpu gpu")
-def test_without_biases(implementation):
-    test_queries_latents_and_cache(implementation, biases=False)
+def test_prologue_without_biases_equals_oracle(implementation):
+    test_prologue_equals_oracle(implementation, biases=False)
 
 
 @over_implementations("mla_prologue", slow="tpu gpu")
-def test_without_a_cache(implementation):
+def test_prologue_without_cache_equals_oracle(implementation):
     (x, w, cos, sin, cache), turns = problem()
     got = run(x, w, cos, sin, implementation=implementation)
     assert got.cache is None
@@ -88,7 +93,7 @@ def test_without_a_cache(implementation):
 
 @pytest.mark.slow
 @over_implementations("mla_prologue")
-def test_bfloat16(implementation):
+def test_prologue_in_bfloat16_is_near_oracle(implementation):
     (x, w, cos, sin, cache), turns = problem()
     half = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (x, w, cos, sin, cache))
     rounded = jax.tree.map(lambda a: np.asarray(a, np.float64), half)
@@ -99,9 +104,9 @@ def test_bfloat16(implementation):
         assert np.abs(ours - exact).max() < 0.02 * np.abs(exact).max()
 
 
-@pytest.mark.skipif("tpu" not in written("mla_prologue"), reason="has no form for TPU")
-def test_blocks_of_tokens_that_meet_in_one_tile_of_the_cache(monkeypatch):
-    """40 tokens behind one another in blocks of 16, the first at row 5: tiles of 8 rows straddle blocks."""
+@pytest.mark.skipif("tpu" not in implementation_names("mla_prologue"), reason="has no form for TPU")
+def test_token_blocks_share_cache_tile(monkeypatch):
+    """Tiles of 8 cache rows straddle blocks of 16 tokens, because the first of 40 tokens is at row 5."""
     from pallas_kernels.mla_prologue import tpu
 
     monkeypatch.setattr(tpu, "TOKENS", 16)
@@ -113,17 +118,16 @@ def test_blocks_of_tokens_that_meet_in_one_tile_of_the_cache(monkeypatch):
 
 @pytest.mark.slow
 @over_pallas_forms("mla_prologue")
-def test_no_races_and_the_same_bits_twice(name):
+def test_prologue_has_no_races_and_repeats_bits(name):
     (x, w, cos, sin, cache), _ = problem()
-    first = jax.block_until_ready(run(x, w, cos, sin, cache, SLOTS, watched(name)))
+    first = jax.block_until_ready(run(x, w, cos, sin, cache, SLOTS, race_checked(name)))
     assert not compat.has_races(name)
-    second = run(x, w, cos, sin, cache, SLOTS, watched(name))
+    second = run(x, w, cos, sin, cache, SLOTS, race_checked(name))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@over_implementations("mla_prologue", several_devices=True, slow="ref tpu")
-def test_every_device_its_own_sequences(implementation):
-    """In a manual region over eight devices, with a cache each."""
+@over_implementations("mla_prologue", several_devices=True, slow="xla tpu")
+def test_shards_sequences_and_cache(implementation):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     (x, w, cos, sin, _), turns = problem(shape=(8, 2))
     cache = np.zeros((8 * 16, C + R), np.float32)
@@ -137,14 +141,14 @@ def test_every_device_its_own_sequences(implementation):
         check_vma=False,
     )
     got = jax.jit(local)(x, w, cos, sin, cache, slots)
-    there = slots + 16 * np.arange(8)[:, None]
-    for ours, theirs in zip(got, expected(x, w, turns, cache, there), strict=True):
+    rows = slots + 16 * np.arange(8)[:, None]
+    for ours, theirs in zip(got, expected(x, w, turns, cache, rows), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 @pytest.mark.slow
 @over_implementations("mla_prologue")
-def test_vmap(implementation):
+def test_prologue_vmaps(implementation):
     (x, w, cos, sin, _), turns = problem()
     one = functools.partial(run, implementation=implementation)
     got = jax.vmap(lambda x, cos, sin: one(x[None], w, cos[None], sin[None])[:3])(x, cos, sin)
@@ -153,20 +157,20 @@ def test_vmap(implementation):
         np.testing.assert_allclose(ours[:, 0], theirs, atol=2e-5)
 
 
-def test_gradients_flow_through_the_xla_form():
+def test_xla_form_has_gradients():
     (x, w, cos, sin, _), _ = problem()
     value = jax.grad(lambda x: sum(jnp.sum(a**2) for a in run(x, w, cos, sin)[:3]))(x)
     assert np.isfinite(value).all() and np.abs(value).max() > 0.1
 
 
-def test_a_cache_without_slots_is_refused():
+def test_rejects_cache_without_slots():
     (x, w, cos, sin, cache), _ = problem()
     with pytest.raises(ValueError, match="cache and slots belong together"):
         mla_prologue(x, w, cos, sin, eps=EPS, cache=cache)
 
 
 @over_pallas_forms("mla_prologue")
-def test_what_does_not_fit_the_chip_is_refused_by_name(name):
+def test_pallas_forms_reject_odd_latent(name):
     (x, w, cos, sin, _), _ = problem()
     odd = w | {"kv_a_norm": w["kv_a_norm"][:-2], "kv_a": w["kv_a"][:, :-2]}
     with pytest.raises(ValueError, match="latent 126"):

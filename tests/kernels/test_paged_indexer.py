@@ -1,4 +1,4 @@
-"""The indexer over pages of keys against the NumPy oracle, one sequence after the other."""
+"""Tests of the indexer over pages of keys against the NumPy oracle, per sequence."""
 
 import functools
 
@@ -14,7 +14,7 @@ from tests.kernels.implementations import (
     interpreted,
     over_implementations,
     over_pallas_forms,
-    watched,
+    race_checked,
 )
 from tests.oracles import indexer as oracle
 
@@ -25,13 +25,13 @@ LENGTHS = ((400, 512, 150), (1, 2, 130), (0, 256, 511), (128, 3, 0))
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch):
-    """Several steps per sequence, and buffers that are filled again while another one is in use."""
+    """Makes several steps per sequence; buffers are refilled while another is in use."""
     for name, value in {"STEP_TILES": 2, "STEP": 256, "RING": 2}.items():
         monkeypatch.setattr(tpu, name, value)
 
 
 def problem(t, heads, dtype=jnp.float32):
-    """(q, w, pages, page table) of small integers: their scores are exact in every precision, with ties."""
+    """Returns (q, w, pages, page table) of small integers, whose scores are exact in every precision and tie."""
     rng = np.random.default_rng(5)
     shapes = (3, t, heads, J), (3, t, heads), (PAGES, Z, J)
     q, w, pages = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes)
@@ -41,7 +41,7 @@ def problem(t, heads, dtype=jnp.float32):
 
 @functools.cache
 def selector(implementation, k):
-    """jitted paged_lightning_indexer of k keys."""
+    """Returns a jitted paged_lightning_indexer of k keys."""
     return jax.jit(
         lambda *args, page_scales=None: paged_lightning_indexer(
             *args, k, page_scales=page_scales, implementation=implementation
@@ -50,13 +50,13 @@ def selector(implementation, k):
 
 
 def expected(q, w, pages, table, lengths, k, scales=None):
-    """The same in NumPy: each sequence's keys are gathered, its queries are the last of them."""
+    """Returns NumPy's selection from each sequence's gathered keys; the queries are at its end."""
     q, w, pages = (np.asarray(x, np.float64) for x in (q, w, pages))
     t, heads = q.shape[1:3]
-    # The oracle divides by the root of the heads: with 16 of them ties stay ties.
+    # The oracle divides by the root of the number of heads; with 16 heads ties stay ties.
     q = np.pad(q, ((0, 0), (0, 0), (0, 16 - heads), (0, 0)))
     w = np.pad(w, ((0, 0), (0, 0), (0, 16 - heads)))
-    found = np.full((len(q), t, k), -1)
+    selected = np.full((len(q), t, k), -1)
     for row, length in enumerate(lengths):
         keys = pages[table[row]].reshape(1, -1, J)
         scores = oracle.index_scores(q[row][None], keys, w[row][None])
@@ -64,8 +64,8 @@ def expected(q, w, pages, table, lengths, k, scales=None):
             scores = scores * np.asarray(scales, np.float64)[table[row]].reshape(-1)
         seen = np.arange(keys.shape[1]) <= length - t + np.arange(t)[:, None]
         best = oracle.select(scores, seen[None], k)[0]
-        found[row, :, : best.shape[1]] = best
-    return found
+        selected[row, :, : best.shape[1]] = best
+    return selected
 
 
 @over_implementations("lightning_indexer", slow="gpu")
@@ -78,7 +78,7 @@ def expected(q, w, pages, table, lengths, k, scales=None):
         pytest.param(1, 3, jnp.float32, 200, id="odd heads, all keys", marks=pytest.mark.slow),
     ],
 )
-def test_selection_over_pages(implementation, t, heads, dtype, k):
+def test_selects_over_pages(implementation, t, heads, dtype, k):
     args = problem(t, heads, dtype)
     for lengths in LENGTHS:
         first, second = (selector(implementation, k)(*args, jnp.asarray(lengths)) for _ in range(2))
@@ -89,7 +89,7 @@ def test_selection_over_pages(implementation, t, heads, dtype, k):
 
 @pytest.mark.slow
 @over_all
-def test_quantised_pages(implementation):
+def test_selects_from_quantized_pages(implementation):
     dtype = "int8"
     rng = np.random.default_rng(6)
     q, q_scale = quantize_vectors(jnp.asarray(rng.standard_normal((3, 1, 8, J))), dtype)
@@ -103,34 +103,36 @@ def test_quantised_pages(implementation):
 
 
 @over_all
-def test_pages_that_are_not_in_use_are_never_looked_at(implementation):
-    """Neither the keys behind the end of the last page nor what the table holds behind it."""
+def test_ignores_unused_pages(implementation):
+    """Keys after a sequence's end and later table entries are never used."""
     q, w, pages, table = problem(1, 8, jnp.bfloat16)
     lengths = (130, 270, 512)
     run = selector(implementation, 9)
     spoiled = np.asarray(pages, np.float32)
-    behind = np.asarray(table)
+    page_table = np.asarray(table)
     for row, length in enumerate(lengths):
         last = -(-length // Z) - 1
-        spoiled[behind[row, last], (length - 1) % Z + 1 :] = np.nan
-        spoiled[behind[row, last + 1 :]] = np.inf
-        behind = behind.copy()
-        behind[row, last + 1 :] = (-1, 10**6, 7)[: 3 - last]
-    got = run(q, w, jnp.asarray(spoiled, jnp.bfloat16), jnp.asarray(behind), jnp.asarray(lengths))
+        spoiled[page_table[row, last], (length - 1) % Z + 1 :] = np.nan
+        spoiled[page_table[row, last + 1 :]] = np.inf
+        page_table = page_table.copy()
+        page_table[row, last + 1 :] = (-1, 10**6, 7)[: 3 - last]
+    got = run(
+        q, w, jnp.asarray(spoiled, jnp.bfloat16), jnp.asarray(page_table), jnp.asarray(lengths)
+    )
     np.testing.assert_array_equal(got, expected(q, w, pages, table, lengths, 9))
 
 
 @pytest.mark.slow
 @over_pallas_forms("lightning_indexer")
-def test_no_races_over_pages(name):
+def test_paged_selection_has_no_races(name):
     args = problem(2, 4)
-    got = selector(watched(name), 9)(*args, jnp.asarray(LENGTHS[0]))
+    got = selector(race_checked(name), 9)(*args, jnp.asarray(LENGTHS[0]))
     assert not compat.has_races(name)
     np.testing.assert_array_equal(got, expected(*args, LENGTHS[0], 9))
 
 
 @over_pallas_forms("lightning_indexer")
-def test_pallas_forms_say_which_pages_they_do_not_take(name):
+def test_pallas_forms_reject_unsupported_pages(name):
     q, w, pages, table = problem(1, 8)
     run = functools.partial(paged_lightning_indexer, implementation=interpreted(name))
     with pytest.raises(ValueError, match="pages of 12 keys"):

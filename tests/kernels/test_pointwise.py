@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm against the NumPy oracle, small variances included."""
+"""Tests of RMSNorm and LayerNorm against the NumPy oracle, with small variances too."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ BIAS = RNG.standard_normal(8).astype(np.float32)
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 @pytest.mark.parametrize("eps", [1e-5, 1e-6])
-def test_norms_are_those_of_the_oracle(scale, eps):
+def test_norms_equal_oracle(scale, eps):
     got = rms_norm(X * scale, WEIGHT, eps)
     np.testing.assert_allclose(got, oracle.rms_norm(X * scale, WEIGHT, eps), rtol=1e-5)
     got = layer_norm(X * scale, WEIGHT, BIAS, eps)
@@ -23,8 +23,8 @@ def test_norms_are_those_of_the_oracle(scale, eps):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_statistics_are_wide_and_the_product_is_not():
-    """As transformers: back to bfloat16 before the weight multiplies."""
+def test_rms_norm_multiplies_weight_in_bfloat16():
+    """Like transformers, it casts to bfloat16 before it multiplies by the weight."""
     x = jnp.asarray(X * 100, jnp.bfloat16)
     got = rms_norm(x, jnp.asarray(WEIGHT, jnp.bfloat16), 1e-5)
     normed = oracle.rms_norm(np.asarray(x, np.float64), 1.0, 1e-5)
@@ -33,7 +33,7 @@ def test_statistics_are_wide_and_the_product_is_not():
     np.testing.assert_array_equal(got, expected)
 
 
-def test_layer_norm_returns_the_dtype_of_its_input():
+def test_layer_norm_preserves_dtype():
     x = jnp.asarray(X, jnp.bfloat16)
     got = layer_norm(x, jnp.asarray(WEIGHT), jnp.asarray(BIAS), 1e-6)
     assert got.dtype == jnp.bfloat16

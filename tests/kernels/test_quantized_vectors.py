@@ -1,4 +1,4 @@
-"""Vectors and rows in 8 bits against the NumPy oracle, and rows as words: what is read back, in how many bytes."""
+"""Tests of vectors and rows in 8 bits against the NumPy oracle, and of rows stored as words."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ over_kinds = pytest.mark.parametrize("kind", FORMATS)
 
 
 def vectors(*shape):
-    """Among them zeros, and numbers at both ends of float32."""
+    """Returns vectors with zeros and with numbers at both ends of float32's range."""
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     x[0, 0] = 0
     x[0, 1] *= 1e37
@@ -29,15 +29,15 @@ def layout(kind, values=512, rest=64, dtype="bfloat16"):
 
 
 @over_kinds
-def test_what_is_read_back_is_the_oracle_s_and_within_its_bound(kind):
+def test_dequantized_vectors_equal_oracle(kind):
     x = vectors(9, 7, 64)
     values, scale = jax.jit(quantize_vectors, static_argnums=1)(x, FORMATS[kind])
     assert values.dtype == FORMATS[kind] and scale.shape == (9, 7) and scale.dtype == jnp.float32
     wide = x.astype(np.float64)
     back = np.asarray(values, np.float64) * np.asarray(scale, np.float64)[..., None]
-    np.testing.assert_allclose(back, oracle.kept(wide, kind), rtol=1e-6)
+    np.testing.assert_allclose(back, oracle.quantize_dequantize(wide, kind), rtol=1e-6)
     assert (np.abs(back - wide) <= oracle.bound(wide, kind) * (1 + 1e-6)).all()
-    # No smaller bound holds, and none of them is empty.
+    # The bound is tight, and no vector is lost.
     assert (np.abs(back - wide) > oracle.bound(wide, kind) * 0.9).any()
     assert np.isfinite(back).all() and not back[0, 0].any() and not back[0, 3].any()
     assert back[0, 4, 0] == pytest.approx(x[0, 4, 0], rel=1e-5)
@@ -54,16 +54,16 @@ def test_what_is_read_back_is_the_oracle_s_and_within_its_bound(kind):
         pytest.param(130, 3, "bfloat16", 2, id="a group across planes"),
     ],
 )
-def test_rows_are_read_back(kind, values, rest, dtype, groups):
+def test_word_rows_round_trip(kind, values, rest, dtype, groups):
     x = vectors(2, 6, values + rest)
     form = layout(kind, values, rest, dtype)
     rows = jax.jit(WordRows.encode, static_argnums=1)(jnp.asarray(x), form)
     assert rows.shape == x.shape and rows.dtype == dtype and rows.ndim == 3
     assert rows.words.shape[2:] == (1, sum(form.parts)) and form.parts[2] == groups
     back = np.asarray(jax.jit(WordRows.rows)(rows), np.float64)
-    want = oracle.kept(x[..., :values].astype(np.float64), kind, values // groups)
+    want = oracle.quantize_dequantize(x[..., :values].astype(np.float64), kind, values // groups)
     want = np.asarray(jnp.asarray(want, jnp.float32).astype(dtype), np.float64)
-    # A rounding of the product may be the other one.
+    # The product may round to the other neighbour.
     np.testing.assert_allclose(
         back[..., :values], want, rtol=2**-8 if dtype == "bfloat16" else 1e-6
     )
@@ -73,14 +73,14 @@ def test_rows_are_read_back(kind, values, rest, dtype, groups):
 
 
 @over_kinds
-def test_a_row_of_glm5_has_656_bytes(kind):
+def test_row_of_glm5_has_656_bytes(kind):
     form = layout(kind)
     assert form.group == 128 and 4 * np.array(form.parts).sum() == 512 + 4 * 4 + 2 * 64 == 656
 
 
 @over_kinds
-def test_every_value_of_8_bits(kind):
-    """By their bits: as XLA's own type has them. Only NaN is not kept."""
+def test_decodes_every_8_bit_value(kind):
+    """All bit patterns decode like XLA's type, except NaN."""
     octets = np.arange(256, dtype=np.uint8)
     want = np.asarray(octets.view(jnp.dtype(FORMATS[kind])), np.float32)
     words = octets.reshape(4, 64).astype(np.uint32)
@@ -95,7 +95,7 @@ def test_every_value_of_8_bits(kind):
 
 
 @over_kinds
-def test_what_is_not_finite_stays_so_and_spoils_its_group_alone(kind):
+def test_non_finite_value_affects_its_group_only(kind):
     x = np.ones((3, 256 + 4), np.float32)
     x[0, 5], x[1, 200] = np.inf, np.nan
     form = layout(kind, 256, 4, "float32")
@@ -105,10 +105,10 @@ def test_what_is_not_finite_stays_so_and_spoils_its_group_alone(kind):
 
 
 @pytest.mark.parametrize("x", in_tiers([257, 576], [1, 128, 256, 288]))
-def test_exact_rows_come_back_bit_for_bit_from_whole_lanes(x):
+def test_exact_rows_round_trip_bitwise(x):
     bits = np.random.default_rng(0).integers(0, 2**16, (3, 5, x)).astype(np.uint16)
-    bits = np.where((bits & 0x7F80) == 0x7F80, 0x7F80, bits)  # infinity for all that is no number
-    bits = np.where((bits & 0x7F80) == 0, bits & 0x8000, bits)  # and zero for what is denormal
+    bits = np.where((bits & 0x7F80) == 0x7F80, 0x7F80, bits)  # infinity instead of NaN
+    bits = np.where((bits & 0x7F80) == 0, bits & 0x8000, bits)  # zero instead of denormals
     x16 = jax.lax.bitcast_convert_type(jnp.asarray(bits, jnp.uint16), jnp.bfloat16)
     for rows, lanes in ((x16, -(-x // 256)), (x16.astype(jnp.float32), -(-x // 128))):
         words = jax.jit(WordRows.encode, static_argnums=1)(rows, RowLayout.exact(x, rows.dtype))
@@ -120,6 +120,6 @@ def test_exact_rows_come_back_bit_for_bit_from_whole_lanes(x):
         np.testing.assert_array_equal(back, bits)
 
 
-def test_other_types_are_refused():
+def test_rejects_other_quantized_dtypes():
     with pytest.raises(ValueError, match="float16; use int8 or float8_e4m3fn"):
         quantize_vectors(jnp.ones(3), "float16")

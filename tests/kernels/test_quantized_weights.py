@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what rounding does, and products with them against NumPy's."""
+"""Tests of the rounding of weights to 8 bits and of products with them, against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def normal(*shape, seed=0):
 
 
 @pytest.mark.parametrize("axes", [(0,), (0, 1)], ids=str)
-def test_every_output_has_a_scale_and_its_largest_weight_all_the_steps(axes):
+def test_rounds_weights_with_scale_per_output(axes):
     w = normal(6, 4, 5)
     w[..., 2] = 0
     q, scale = round_w8(w, axes)
@@ -30,7 +30,7 @@ def test_every_output_has_a_scale_and_its_largest_weight_all_the_steps(axes):
     assert np.all(np.abs(q * np.expand_dims(scale, axes) - w) <= np.expand_dims(scale, axes) / 2)
 
 
-# The products of the model: [in out], heads behind, heads before.
+# The products of the model: [in out], output heads, input heads.
 CASES = {
     "...d,df->...f": ((2, 3, 6), (6, 5), (0,)),
     "btq,qnx->btnx": ((2, 3, 6), (6, 4, 5), (0,)),
@@ -40,10 +40,10 @@ CASES = {
 
 @pytest.mark.parametrize("equation", CASES)
 @pytest.mark.parametrize("dtype", in_tiers([jnp.bfloat16], [jnp.float32]))
-def test_products_are_those_of_the_integers(equation, dtype):
+def test_quantized_einsum_equals_integer_product(equation, dtype):
     x_shape, w_shape, axes = CASES[equation]
     x, w = jnp.asarray(normal(*x_shape), dtype), normal(*w_shape, seed=1)
-    # A row a thousand times the others needs its own scale, and a column too.
+    # A row and a column a thousand times the others need separate scales.
     x, w = x.at[0, 1].multiply(1000), w * np.where(np.arange(w_shape[-1]) == 1, 1000, 1)
     weight = Int8(*round_w8(w, axes))
     got = jax.jit(quantized_einsum, static_argnums=0)(equation, x, weight)
@@ -57,12 +57,12 @@ def test_products_are_those_of_the_integers(equation, dtype):
     assert got.shape == plain.shape
     rtol = 1e-6 if dtype == jnp.float32 else 2**-8
     np.testing.assert_allclose(np.asarray(got, np.float64).reshape(want.shape), want, rtol=rtol)
-    # Half a step of either factor in each of the terms, and a little for both.
-    most = np.abs(rows * scale[:, None]).max(-1)[:, None] * np.abs(w).max(axes).reshape(-1)
-    assert np.all(np.abs(want - np.reshape(plain, want.shape)) <= 1.02 * size * most / 127)
+    # Each term is wrong by half a step of either factor, and by the product of both errors.
+    limit = np.abs(rows * scale[:, None]).max(-1)[:, None] * np.abs(w).max(axes).reshape(-1)
+    assert np.all(np.abs(want - np.reshape(plain, want.shape)) <= 1.02 * size * limit / 127)
 
 
-def test_a_plain_weight_is_multiplied_as_ever():
+def test_quantized_einsum_of_float_weight_is_einsum():
     x, w = normal(2, 3, 6), normal(6, 5)
     einsum = jax.make_jaxpr(lambda x, w: jnp.einsum("...d,df->...f", x, w))(x, w)
     assert str(jax.make_jaxpr(lambda x, w: quantized_einsum("...d,df->...f", x, w))(x, w)) == str(
@@ -70,7 +70,7 @@ def test_a_plain_weight_is_multiplied_as_ever():
     )
 
 
-def test_what_stands_for_a_weight_has_its_shape_also_in_a_stack():
+def test_quantized_weights_have_logical_shape():
     w = normal(3, 2, 8, 5)
     assert Int8(*round_w8(w, (2,))).shape == w.shape
     packed = Int4(*jax.jit(quantize_w4, static_argnums=1)(w, 4))
@@ -80,24 +80,24 @@ def test_what_stands_for_a_weight_has_its_shape_also_in_a_stack():
 
 
 @pytest.mark.parametrize("form", [tpu, gpu], ids=["tpu", "gpu"])
-def test_no_fused_prologue_takes_quantised_weights(form):
-    """So that "auto" runs the one that does."""
+def test_fused_prologues_reject_quantized_weights(form):
+    """ "auto" then selects XLA's form, which accepts them."""
     sizes = {"q_a": (256, 128), "q_b": (128, 4, 128), "kv_a": (256, 160), "kv_a_norm": (128,)}
     w = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in sizes.items()}
     x = jnp.ones((1, 8, 256), jnp.bfloat16)
     assert form.unsupported_reason(x, w, None) is None
-    quantised = w | {"q_b": Int8(*round_w8(w["q_b"], (0,)))}
-    assert "weights must all be" in form.unsupported_reason(x, quantised, None)
+    quantized = w | {"q_b": Int8(*round_w8(w["q_b"], (0,)))}
+    assert "weights must all be" in form.unsupported_reason(x, quantized, None)
 
 
-def test_the_prologue_takes_a_quantised_query_projection():
+def test_prologue_accepts_quantized_query_projection():
     b, t, d, q, n, h, r, c = 2, 3, 16, 12, 4, 6, 4, 8
     w = {"q_a": normal(d, q), "q_b": normal(q, n, h + r), "kv_a": normal(d, c + r)}
     w |= {"q_a_norm": np.ones(q, np.float32), "kv_a_norm": np.ones(c, np.float32)}
     angles = normal(b, t, r // 2)
     turns = np.cos(angles), np.sin(angles)
     x = normal(b, t, d, seed=2)
-    run = jax.jit(lambda x, w: mla_prologue(x, w, *turns, eps=1e-6, implementation="ref"))
+    run = jax.jit(lambda x, w: mla_prologue(x, w, *turns, eps=1e-6, implementation="xla"))
     plain = run(x, w)
     weight = Int8(*round_w8(w["q_b"], (0,)))
     got = run(x, w | {"q_b": weight})
@@ -110,5 +110,5 @@ def test_the_prologue_takes_a_quantised_query_projection():
     np.testing.assert_allclose(got.q[..., :h], want[..., :h], rtol=1e-5, atol=1e-5)
     even, odd = want[..., h::2], want[..., h + 1 :: 2]
     cos, sin = (a[:, :, None] for a in turns)
-    turned = np.concatenate([even * cos - odd * sin, odd * cos + even * sin], -1)
-    np.testing.assert_allclose(got.q[..., h:], turned, rtol=1e-5, atol=1e-5)
+    rotated = np.concatenate([even * cos - odd * sin, odd * cos + even * sin], -1)
+    np.testing.assert_allclose(got.q[..., h:], rotated, rtol=1e-5, atol=1e-5)

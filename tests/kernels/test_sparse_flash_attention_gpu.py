@@ -1,4 +1,4 @@
-"""What only the Hopper form does: lists in any order, cut for many multiprocessors, rings of tiles."""
+"""Tests of sparse attention on Hopper: unsorted lists, split rows, rings of tiles."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,14 @@ import pytest
 
 from pallas_kernels import compat
 from pallas_kernels.sparse_flash_attention import gpu, sparse_flash_attention
-from tests.kernels.implementations import interpreted, watched
+from tests.kernels.implementations import interpreted, race_checked
 
 SCALE, VALUES = 0.3, 70
 RNG = np.random.default_rng(0)
 
 
 def problem(t, s, n, k, x=80):
-    """q, latents and topk of one row; query 1 has few rows, and the lists are in no order."""
+    """Returns q, latents and unsorted topk of one batch row; query 1 has few rows."""
     topk = np.stack([RNG.permutation(s)[:k] for _ in range(t)])
     topk[:, 3::5] = -1
     topk[1:2, 2:] = -1
@@ -24,7 +24,7 @@ def problem(t, s, n, k, x=80):
 
 
 def run(implementation, q, latents, topk):
-    """(out, lse), (dq, dlatents) of a loss that weighs every number of out differently."""
+    """Returns ((out, lse), (dq, dlatents)) of a nonlinear loss."""
 
     def loss(q, latents):
         out, lse, _ = sparse_flash_attention(
@@ -36,23 +36,23 @@ def run(implementation, q, latents, topk):
     return outcome, gradients
 
 
-def agree(ours, theirs):
+def assert_close(ours, theirs):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_lists_in_any_order_and_rings_that_turn():
-    """130 rows are 3 tiles forward and 5 backward, in rings of 2; 3 queries are fewer than a union has."""
+def test_accepts_unsorted_lists():
+    """Rings of 2 hold 3 tiles forward and 5 backward; a union may hold more than these 3 queries."""
     arrays = problem(t=3, s=150, n=40, k=130)
-    ours = run(watched("gpu"), *arrays)
-    agree(ours, run("ref", *arrays))
+    ours = run(race_checked("gpu"), *arrays)
+    assert_close(ours, run("xla", *arrays))
     assert not compat.has_races("gpu")
 
 
 @pytest.mark.slow
-def test_few_queries_are_cut():
-    """4 tiles of one query as two pieces of 2, one of them without rows; no rows at all are zeros."""
+def test_splits_rows_of_few_queries():
+    """One query's 4 tiles are two pieces of 2, of which one may be empty; without rows the output is zero."""
     q, latents, topk = problem(t=1, s=300, n=64, k=256)
     assert gpu.num_pieces(1, 256) == 2
 
@@ -63,8 +63,8 @@ def test_few_queries_are_cut():
             )
         )(topk)
 
-    for chosen in (topk, topk.at[..., 100:].set(-1), jnp.full_like(topk, -1)):
-        agree(forward(interpreted("gpu"), chosen), forward("ref", chosen))
+    for selection in (topk, topk.at[..., 100:].set(-1), jnp.full_like(topk, -1)):
+        assert_close(forward(interpreted("gpu"), selection), forward("xla", selection))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_few_queries_are_cut():
         (64, 576, 512, jnp.float16, "q is float16"),
     ],
 )
-def test_says_what_it_cannot_take(heads, x, y, dtype, reason):
+def test_sparse_attention_names_unsupported_input(heads, x, y, dtype, reason):
     q, latents = (jax.ShapeDtypeStruct((1, 2, *shape), dtype) for shape in ((heads, x), (x,)))
-    found = gpu.unsupported_reason(q, latents, None, y)
-    assert found == reason or reason in found
+    message = gpu.unsupported_reason(q, latents, None, y)
+    assert message == reason or reason in message

@@ -1,4 +1,4 @@
-"""The sparse stage's KL and its gradients against the NumPy oracle."""
+"""Tests of the sparse stage's KL and its gradients against the NumPy oracle."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.kernels.implementations import (
     interpreted,
     over_implementations,
     over_pallas_forms,
-    watched,
+    race_checked,
 )
 from tests.kernels.indexer_problem import (
     SCALE,
@@ -25,7 +25,7 @@ from tests.kernels.indexer_problem import (
     TRAINED,
     S,
     assert_equal,
-    assert_summed_wide,
+    assert_summed_in_float32,
     expected,
     in_bfloat16,
     keep,
@@ -38,8 +38,8 @@ from tests.oracles import indexer
 K = 128
 
 
-def selected(seed: int = 0):
-    """int32 [b t k] visible keys at random, -1 where fewer are visible; one query has none, one has one."""
+def random_topk(seed: int = 0):
+    """Returns int32 [b t k] random visible keys, padded with -1; one query has none and one has one."""
     mask = keep(START, SEGMENTS)
     topk = indexer.select(np.random.default_rng(seed).random(mask.shape), mask, 40)
     topk = np.pad(topk, [(0, 0), (0, 0), (0, K - topk.shape[-1])], constant_values=-1)
@@ -48,148 +48,148 @@ def selected(seed: int = 0):
     return topk
 
 
-def chosen(topk):
-    """bool [b t s] of the same keys."""
+def selection_mask(topk):
+    """Returns bool [b t s], True for the keys of topk."""
     return indexer.selection_mask(topk, S)
 
 
-def call(given, lse, topk, **options):
-    """(loss, kl) of a problem whose keys are latents."""
-    inputs = {name: given[name] for name in (*TRAINED, "q")}
-    latents = given["k"][:, :, 0]
-    options = {"weight": given["weight"], "block": 4} | options
-    return sparse_indexer_kl(**inputs, latents=latents, lse=lse, topk=topk, scale=SCALE, **options)
+def call(inputs, lse, topk, **options):
+    """Returns (loss, kl) of inputs whose keys are latents."""
+    args = {name: inputs[name] for name in (*TRAINED, "q")}
+    latents = inputs["k"][:, :, 0]
+    options = {"weight": inputs["weight"], "block": 4} | options
+    return sparse_indexer_kl(**args, latents=latents, lse=lse, topk=topk, scale=SCALE, **options)
 
 
-def pulled(given, lse, topk, **options):
-    """The same with the gradients."""
-    return indexer_problem.pulled(lambda given: call(given, lse, topk, **options), given)
+def with_gradients(inputs, lse, topk, **options):
+    """Returns (loss, kl) and the gradients by name."""
+    return indexer_problem.with_gradients(lambda inputs: call(inputs, lse, topk, **options), inputs)
 
 
 @over_implementations("sparse_indexer_kl", slow="gpu")
 @pytest.mark.parametrize("block", in_tiers([64], [4]))
-def test_kl_and_its_gradients(block, implementation):
-    given, topk = problem(key_heads=1), selected()
-    lse = log_sum_exp(given, chosen(topk))
-    got = pulled(given, lse, topk, block=block, implementation=implementation)
-    want = expected(given, chosen(topk))
+def test_sparse_kl_and_gradients_equal_oracle(block, implementation):
+    inputs, topk = problem(key_heads=1), random_topk()
+    lse = log_sum_exp(inputs, selection_mask(topk))
+    got = with_gradients(inputs, lse, topk, block=block, implementation=implementation)
+    want = expected(inputs, selection_mask(topk))
     assert_equal(got, want)
     assert not np.asarray(got["kl"])[1, 2]
-    _, kl = jax.jit(lambda: call(given, lse, topk, block=block, implementation=implementation))()
+    _, kl = jax.jit(lambda: call(inputs, lse, topk, block=block, implementation=implementation))()
     np.testing.assert_allclose(kl, want["kl"], atol=2e-5)
 
 
 @pytest.mark.slow
 @over_implementations("sparse_indexer_kl")
-def test_attention_hands_over_its_log_sum_exp(implementation):
-    given, topk = problem(key_heads=1), selected()
-    latents = given["k"][:, :, 0]
-    _, lse, _ = sparse_flash_attention(given["q"], latents, topk, scale=SCALE, value_dim=8)
-    _, kl = jax.jit(lambda: call(given, lse, topk, implementation=implementation))()
-    np.testing.assert_allclose(kl, expected(given, chosen(topk))["kl"], atol=2e-5)
+def test_sparse_kl_accepts_log_sum_exp_of_attention(implementation):
+    inputs, topk = problem(key_heads=1), random_topk()
+    latents = inputs["k"][:, :, 0]
+    _, lse, _ = sparse_flash_attention(inputs["q"], latents, topk, scale=SCALE, value_dim=8)
+    _, kl = jax.jit(lambda: call(inputs, lse, topk, implementation=implementation))()
+    np.testing.assert_allclose(kl, expected(inputs, selection_mask(topk))["kl"], atol=2e-5)
 
 
 @over_implementations("sparse_indexer_kl", slow="tpu gpu")
-def test_the_target_is_normalised(implementation):
-    """A log-sum-exp that is off by a constant scales every probability alike."""
-    given, topk = problem(key_heads=1), selected()
-    lse = log_sum_exp(given, chosen(topk))
-    got = pulled(given, lse - 0.7, topk, implementation=implementation)
-    assert_equal(got, expected(given, chosen(topk)))
+def test_sparse_kl_normalizes_target(implementation):
+    """A constant error of the log-sum-exp scales all probabilities equally."""
+    inputs, topk = problem(key_heads=1), random_topk()
+    lse = log_sum_exp(inputs, selection_mask(topk))
+    got = with_gradients(inputs, lse - 0.7, topk, implementation=implementation)
+    assert_equal(got, expected(inputs, selection_mask(topk)))
 
 
 @over_implementations("sparse_indexer_kl", slow="gpu")
-def test_the_target_does_not_learn(implementation):
-    given, topk = problem(key_heads=1), selected()
+def test_sparse_kl_target_has_no_gradient(implementation):
+    inputs, topk = problem(key_heads=1), random_topk()
     run = functools.partial(call, topk=topk, implementation=implementation)
-    gradients = target_gradients(run, given, log_sum_exp(given, chosen(topk)))
+    gradients = target_gradients(run, inputs, log_sum_exp(inputs, selection_mask(topk)))
     assert not any(np.asarray(g).any() for g in gradients)
 
 
 @pytest.mark.slow
 @over_implementations("sparse_indexer_kl")
-def test_bfloat16_sums_wide_and_the_same_twice(implementation):
-    (low, rounded), topk = in_bfloat16(problem(key_heads=1)), selected()
-    lse = log_sum_exp(rounded, chosen(topk))
-    got, again = (pulled(low, lse, topk, implementation=implementation) for _ in range(2))
-    assert_summed_wide(low, expected(rounded, chosen(topk)), got, again)
+def test_sparse_kl_sums_bfloat16_in_float32(implementation):
+    (low, rounded), topk = in_bfloat16(problem(key_heads=1)), random_topk()
+    lse = log_sum_exp(rounded, selection_mask(topk))
+    got, again = (with_gradients(low, lse, topk, implementation=implementation) for _ in range(2))
+    assert_summed_in_float32(low, expected(rounded, selection_mask(topk)), got, again)
 
 
 @pytest.mark.slow
 @over_implementations("sparse_indexer_kl")
-def test_under_vmap(implementation):
-    given, topk = problem(key_heads=1), selected()
-    lse = log_sum_exp(given, chosen(topk))
-    rows = jax.tree.map(lambda x: x[:, None], (given, lse, topk))
+def test_sparse_kl_vmaps(implementation):
+    inputs, topk = problem(key_heads=1), random_topk()
+    lse = log_sum_exp(inputs, selection_mask(topk))
+    rows = jax.tree.map(lambda x: x[:, None], (inputs, lse, topk))
 
-    def run(given, lse, topk):
-        return call(given, lse, topk, implementation=implementation)
+    def run(inputs, lse, topk):
+        return call(inputs, lse, topk, implementation=implementation)
 
     _, kl = jax.jit(jax.vmap(run))(*rows)
-    np.testing.assert_allclose(kl[:, 0], expected(given, chosen(topk))["kl"], atol=2e-5)
+    np.testing.assert_allclose(kl[:, 0], expected(inputs, selection_mask(topk))["kl"], atol=2e-5)
 
 
-@over_implementations("sparse_indexer_kl", several_devices=True, slow="ref tpu")
-def test_in_a_manual_region_of_8_devices(implementation):
-    """Queries over devices, keys whole, as the model shards them: the keys' gradient is the devices' sum."""
-    given = problem(key_heads=1, t=16)
+@over_implementations("sparse_indexer_kl", several_devices=True, slow="xla tpu")
+def test_sparse_kl_shards_queries_over_8_devices(implementation):
+    """Queries are sharded are sharded and keys are not; the keys' gradient is the sum over devices."""
+    inputs = problem(key_heads=1, t=16)
     visible = keep(START, t=16)
     topk = indexer.select(np.random.default_rng(4).random(visible.shape), visible, K)
     topk = np.pad(topk, [(0, 0), (0, 0), (0, K - topk.shape[-1])], constant_values=-1)
-    lse = log_sum_exp(given, chosen(topk))
+    lse = log_sum_exp(inputs, selection_mask(topk))
     mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
-    split, whole = P(None, "context"), P()
-    specs = {name: whole if name in ("idx_k", "k") else split for name in given}
+    split, replicated = P(None, "context"), P()
+    specs = {name: replicated if name in ("idx_k", "k") else split for name in inputs}
 
     @jax.jit
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
         in_specs=(specs, split, split),
-        out_specs=(whole, {"idx_q": split, "idx_w": split, "idx_k": whole}),
+        out_specs=(replicated, {"idx_q": split, "idx_w": split, "idx_k": replicated}),
         check_vma=False,
     )
-    def run(given, lse, topk):
+    def run(inputs, lse, topk):
         def loss(trained):
-            return call(given | trained, lse, topk, implementation=implementation)[0]
+            return call(inputs | trained, lse, topk, implementation=implementation)[0]
 
-        value, gradients = jax.value_and_grad(loss)({name: given[name] for name in TRAINED})
+        value, gradients = jax.value_and_grad(loss)({name: inputs[name] for name in TRAINED})
         gradients["idx_k"] = jax.lax.psum(gradients["idx_k"], "context")
         return jax.lax.psum(value, "context"), gradients
 
-    value, gradients = run(given, lse, topk)
-    want = expected(given, chosen(topk))
+    value, gradients = run(inputs, lse, topk)
+    want = expected(inputs, selection_mask(topk))
     np.testing.assert_allclose(value, want["loss"], rtol=1e-5)
     got = {f"d_{name}": x for name, x in gradients.items()}
     assert_equal(got, want, got)
 
 
 def few_queries(count, rows=2):
-    """(problem, topk) of the first queries of the first rows of a batch."""
-    given, topk = problem(key_heads=1), selected()
-    own = ("idx_q", "idx_w", "q", "weight")
-    few = {n: x[:rows, :count] if n in own else x[:rows] for n, x in given.items()}
+    """Returns (inputs, topk) of the first queries of the first batch rows."""
+    inputs, topk = problem(key_heads=1), random_topk()
+    query_names = ("idx_q", "idx_w", "q", "weight")
+    few = {n: x[:rows, :count] if n in query_names else x[:rows] for n, x in inputs.items()}
     return few, topk[:rows, :count]
 
 
-def test_kl_and_its_gradients_on_hopper():
-    """Of two queries, as its emulator takes seconds for each."""
-    given, topk = few_queries(2, rows=1)
-    lse = log_sum_exp(given, chosen(topk))
-    got = pulled(given, lse, topk, implementation=interpreted("gpu"))
-    assert_equal(got, expected(given, chosen(topk)))
+def test_hopper_sparse_kl_equals_oracle():
+    """Uses two queries because Hopper's emulator takes seconds for each."""
+    inputs, topk = few_queries(2, rows=1)
+    lse = log_sum_exp(inputs, selection_mask(topk))
+    got = with_gradients(inputs, lse, topk, implementation=interpreted("gpu"))
+    assert_equal(got, expected(inputs, selection_mask(topk)))
 
 
 @pytest.mark.slow
 @over_pallas_forms("sparse_indexer_kl")
-def test_no_races(name):
+def test_sparse_kl_has_no_races(name):
     few, topk = few_queries(3)
-    lse = log_sum_exp(few, chosen(topk))
+    lse = log_sum_exp(few, selection_mask(topk))
 
     def loss(trained):
-        return call(few | trained, lse, topk, implementation=watched(name))
+        return call(few | trained, lse, topk, implementation=race_checked(name))
 
     (_, kl), gradients = jax.value_and_grad(loss, has_aux=True)({n: few[n] for n in TRAINED})
     assert not compat.has_races(name)
     got = {"kl": kl} | {f"d_{n}": g for n, g in gradients.items()}
-    assert_equal(got, expected(few, chosen(topk)), got)
+    assert_equal(got, expected(few, selection_mask(topk)), got)

@@ -1,4 +1,4 @@
-"""The lists of tiles that meet, against what every query may see."""
+"""Tests of the lists of tiles to multiply against the visibility of each key."""
 
 import jax
 import jax.numpy as jnp
@@ -29,44 +29,44 @@ QUICK = ("wide keys", "queries past the keys", "two heads in a tile")
 DOCUMENTS = {"one": None, "in order": False, "in any order": True}
 
 
-def draw(tiling, documents, start):
-    """Segments [2, all rows] and [2, all keys] of documents of a few to many tokens, 0 among them."""
+def random_segments(tiling, documents, start):
+    """Returns segments [2, all rows] and [2, all keys] of short and long documents, with padding (0)."""
     if DOCUMENTS[documents] is None:
         return ()
     rng = np.random.default_rng(tiling.t)
     length = max(tiling.s, start + tiling.t)
     row = np.repeat(rng.permutation(12) if DOCUMENTS[documents] else np.arange(12), 1 + length // 5)
     keys = np.stack([row[:length], np.roll(row, 7)[:length]]).astype(np.int32)
-    own, keys = keys[:, start : start + tiling.t], keys[:, : tiling.s]
+    q_segments, keys = keys[:, start : start + tiling.t], keys[:, : tiling.s]
     heads = tiling.rows * tiling.row // tiling.t
-    own = np.tile(own, (1, heads))
-    pad = [(0, 0), (0, tiling.rows * tiling.row - own.shape[1])]
-    return np.pad(own, pad), np.pad(keys, [(0, 0), (0, tiling.keys * tiling.key - tiling.s)])
+    q_segments = np.tile(q_segments, (1, heads))
+    pad = [(0, 0), (0, tiling.rows * tiling.row - q_segments.shape[1])]
+    return np.pad(q_segments, pad), np.pad(keys, [(0, 0), (0, tiling.keys * tiling.key - tiling.s)])
 
 
-def seen_by(tiling, start, segments):
-    """int[b or 1, all rows, all keys], by the definition of what a query sees: 1 seen, 0 hidden; -1 in
-    rows that are padding, of which nothing is kept."""
+def visibility(tiling, start, segments):
+    """Returns int [b or 1, all rows, all keys]: 1 visible, 0 hidden, -1 in padding rows."""
     row, key = np.arange(tiling.rows * tiling.row), np.arange(tiling.keys * tiling.key)
     real = row < tiling.rows * tiling.row // tiling.t * tiling.t
     seen = ((key <= start + row[:, None] % tiling.t) & (key < tiling.s))[None]
     if segments:
-        own, keys = segments
-        seen = seen & (own[:, :, None] == keys[:, None]) & (own != 0)[..., None]
+        q_segments, keys = segments
+        seen = seen & (q_segments[:, :, None] == keys[:, None]) & (q_segments != 0)[..., None]
     return np.where(real[:, None], seen, -1)
 
 
-def check(made, seen, flip, outer, inner):
-    """That a list covers what is seen, names whole tiles rightly, and says where a tile begins and ends.
-    seen [b or 1, outer, inner, ., .]; flip: outer tiles count backwards."""
-    entries = np.asarray(made.entries)
-    assert int(made.count) <= entries.shape[1]
+def check(tiles, seen, flip, outer, inner):
+    """Checks that a list covers the visible keys, and that its flags of masks and tile boundaries are right.
+
+    seen: [b or 1, outer, inner, ., .].
+    flip: True if outer tiles count backwards.
+    """
+    entries = np.asarray(tiles.entries)
+    assert int(tiles.count) <= entries.shape[1]
     for row, wanted in zip(entries, seen, strict=True):
         live = row[has_flag(row, MASKED | UNMASKED)]
-        assert len(live) <= int(made.count)
-        assert not has_flag(row[len(live) :], 63).any(), (
-            "an idle step says that something is to be done"
-        )
+        assert len(live) <= int(tiles.count)
+        assert not has_flag(row[len(live) :], 63).any(), "an idle step has a flag"
         assert (row[len(live) :] >> 6 == live[-1] >> 6).all(), "an idle step moves a tile"
         pairs = list(
             zip(tile_schedule.outer_tile(live), tile_schedule.inner_tile(live), strict=True)
@@ -76,11 +76,11 @@ def check(made, seen, flip, outer, inner):
         for o in range(outer):
             for i in range(inner):
                 block = wanted[outer - 1 - o if flip else o, i]
-                assert (o, i) in pairs or not (block == 1).any(), "a meeting is left out"
+                assert (o, i) in pairs or not (block == 1).any(), "a visible tile is missing"
         for (o, i), entry in zip(pairs, live, strict=True):
             block = wanted[outer - 1 - o if flip else o, i]
             assert has_flag(entry, UNMASKED) != has_flag(entry, MASKED)
-            assert has_flag(entry, MASKED) or block.all(), "something is hidden and not masked"
+            assert has_flag(entry, MASKED) or block.all(), "a hidden key is not masked"
             mates = [x for x in pairs if x[0] == o]
             assert has_flag(entry, FIRST) == (mates[0] == (o, i))
             assert has_flag(entry, LAST) == (mates[-1] == (o, i))
@@ -89,13 +89,13 @@ def check(made, seen, flip, outer, inner):
             assert has_flag(entry, CLOSES) == (mates[-1] == (o, i))
 
 
-def cut(seen, tiling):
-    """[b or 1, row tiles, key tiles, row, key]."""
+def split_into_tiles(seen, tiling):
+    """Returns [b or 1, row tiles, key tiles, row, key]."""
     shape = (-1, tiling.rows, tiling.row, tiling.keys, tiling.key)
     return seen.reshape(shape).swapaxes(2, 3)
 
 
-# Of segments, which XLA compares.
+# With segments the lists are computed by XLA.
 by_rows = jax.jit(tile_schedule.by_rows, static_argnums=(0, 1))
 by_keys = jax.jit(tile_schedule.by_keys, static_argnums=(0, 1, 4))
 latest_closed = jax.jit(tile_schedule.latest_closed)
@@ -103,20 +103,20 @@ latest_closed = jax.jit(tile_schedule.latest_closed)
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("name", in_tiers(QUICK, sorted(TILINGS.keys() - QUICK)))
-def test_lists_cover_what_is_seen(name, documents):
+def test_lists_cover_visible_tiles(name, documents):
     tiling, start = TILINGS[name]
-    segments = draw(tiling, documents, start)
-    seen = cut(seen_by(tiling, start, segments), tiling)
-    made = (by_rows if segments else tile_schedule.by_rows)(tiling, start, segments)
-    check(made, seen, False, tiling.rows, tiling.keys)
-    units = 2 * tiling.rows  # of two heads, and one behind them that does not exist
+    segments = random_segments(tiling, documents, start)
+    seen = split_into_tiles(visibility(tiling, start, segments), tiling)
+    tiles = (by_rows if segments else tile_schedule.by_rows)(tiling, start, segments)
+    check(tiles, seen, False, tiling.rows, tiling.keys)
+    units = 2 * tiling.rows  # two heads; the unit after them is padding
     unit = np.arange(units + 1)
     of_units = np.concatenate([seen, seen, -np.ones_like(seen[:, :1])], axis=1).swapaxes(1, 2)
-    made = (by_keys if segments else tile_schedule.by_keys)(tiling, start, segments, unit, units)
-    check(made, of_units, True, tiling.keys, units + 1)
+    tiles = (by_keys if segments else tile_schedule.by_keys)(tiling, start, segments, unit, units)
+    check(tiles, of_units, True, tiling.keys, units + 1)
 
-    closed = np.asarray((latest_closed if segments else tile_schedule.latest_closed)(made))
-    for row, latest in zip(np.asarray(made.entries), closed, strict=True):
+    closed = np.asarray((latest_closed if segments else tile_schedule.latest_closed)(tiles))
+    for row, latest in zip(np.asarray(tiles.entries), closed, strict=True):
         closing = has_flag(row, CLOSES)
         assert sorted(tile_schedule.inner_tile(row)[closing]) == list(unit)
         expected = tile_schedule.inner_tile(row)[closing][np.maximum(np.cumsum(closing) - 1, 0)]
@@ -124,9 +124,9 @@ def test_lists_cover_what_is_seen(name, documents):
 
 
 @pytest.mark.parametrize("documents", ["one", "in order"])
-def test_a_start_known_at_run_time_gives_the_same_lists(documents):
+def test_traced_start_gives_the_same_lists(documents):
     tiling, start = TILINGS["wide keys"]
-    segments = draw(tiling, documents, start)
+    segments = random_segments(tiling, documents, start)
     unit = np.arange(8)
 
     def make(start):
@@ -134,28 +134,28 @@ def test_a_start_known_at_run_time_gives_the_same_lists(documents):
         return rows, tile_schedule.by_keys(tiling, start, segments, unit, 8)
 
     known = (jax.jit(make, static_argnums=0) if segments else make)(start)
-    for made, later in zip(known, jax.jit(make)(start), strict=True):
-        count = int(made.count)
+    for tiles, later in zip(known, jax.jit(make)(start), strict=True):
+        count = int(tiles.count)
         assert int(later.count) == count
-        np.testing.assert_array_equal(made.entries[:, :count], later.entries[:, :count])
+        np.testing.assert_array_equal(tiles.entries[:, :count], later.entries[:, :count])
 
 
-def test_steps_are_those_that_causality_leaves():
+def test_skips_tiles_hidden_by_causality():
     tiling = Tiling(t=4096, s=4096, row=1024, key=1024, rows=4, keys=4)
-    made = tile_schedule.by_rows(tiling, 0)
-    assert made.count == made.entries.shape[1] == 10
-    assert has_flag(made.entries, MASKED).sum() == 4
+    tiles = tile_schedule.by_rows(tiling, 0)
+    assert tiles.count == tiles.entries.shape[1] == 10
+    assert has_flag(tiles.entries, MASKED).sum() == 4
     units = np.arange(8)
     tiling = tiling._replace(row=512, rows=8)
     assert tile_schedule.by_keys(tiling, 0, (), units, 8).count == 20
 
 
-def test_documents_leave_out_tiles():
-    """Four documents of a tile each: only the diagonal is left, and needs its mask."""
+def test_skips_tiles_of_other_documents():
+    """With four documents of one tile each only the diagonal tiles remain, which need a mask."""
     tiling = Tiling(t=64, s=64, row=16, key=16, rows=4, keys=4)
     segments = jnp.asarray(np.repeat([[1, 2, 3, 4]], 16, axis=1))
-    made = by_rows(tiling, 0, (segments, segments))
-    assert int(made.count) == 4
-    # From the last key on, every query sees whole tiles of its own document only.
-    whole = by_rows(tiling, 64, (segments, segments))
-    assert int(whole.count) == 4 and has_flag(whole.entries[0, :4], UNMASKED).all()
+    tiles = by_rows(tiling, 0, (segments, segments))
+    assert int(tiles.count) == 4
+    # From the last key on, every query sees complete tiles of its document only.
+    unmasked = by_rows(tiling, 64, (segments, segments))
+    assert int(unmasked.count) == 4 and has_flag(unmasked.entries[0, :4], UNMASKED).all()

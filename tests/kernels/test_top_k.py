@@ -1,4 +1,4 @@
-"""The k largest of long rows against a stable sort: rows that a form must read in pieces, and its worst cases."""
+"""Tests of the k largest of long rows against a stable sort, with rows in pieces and worst cases."""
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ from tests.kernels.implementations import (
     marks,
     over_implementations,
     over_pallas_forms,
-    watched,
+    race_checked,
 )
 from tests.oracles import indexer as oracle
 
-S = 5 * gpu.STAGE + 1000  # the candidates fill their room more than once
+S = 5 * gpu.STAGE + 1000  # the candidates fill their buffer more than once
 
 
-def rows(s):
-    """Normal ones, and those that are hard for a form that keeps candidates above a floor."""
+def score_rows(s):
+    """Returns random rows, and worst cases of a selection that stores candidates above a threshold."""
     rng = np.random.default_rng(0)
     normal = rng.standard_normal(s)
     coarse = np.round(rng.standard_normal(s), 1)
@@ -36,7 +36,7 @@ def expected(scores, k):
 
 
 SHAPES = ((S, 600), (S, 2048), (700, 64), (9, 20))
-QUICK = {"ref": ((9, 20),), "gpu": ((700, 64),)}
+QUICK = {"xla": ((9, 20),), "gpu": ((700, 64),)}
 
 
 @pytest.mark.parametrize(
@@ -47,25 +47,25 @@ QUICK = {"ref": ((9, 20),), "gpu": ((700, 64),)}
         for s, k in SHAPES
     ],
 )
-def test_is_a_stable_descending_sort(implementation, s, k):
-    scores = rows(s)
+def test_top_k_equals_stable_sort(implementation, s, k):
+    scores = score_rows(s)
     got = jax.jit(lambda x: top_k(x, k, implementation=implementation))(scores)
     np.testing.assert_array_equal(got, expected(scores, k))
 
 
 @pytest.mark.slow
 @over_pallas_forms("top_k")
-def test_under_vmap(name):
-    scores = rows(300)[:4].reshape(2, 2, 300)
+def test_top_k_vmaps(name):
+    scores = score_rows(300)[:4].reshape(2, 2, 300)
     got = jax.vmap(lambda x: top_k(x, 20, implementation=interpreted(name)))(scores)
     np.testing.assert_array_equal(got.reshape(4, 20), expected(scores.reshape(4, 300), 20))
 
 
 @pytest.mark.slow
 @over_pallas_forms("top_k")
-def test_has_no_races(name):
-    scores = rows(S)[:2]
-    run = jax.jit(lambda x: top_k(x, 600, implementation=watched(name)))
+def test_top_k_has_no_races(name):
+    scores = score_rows(S)[:2]
+    run = jax.jit(lambda x: top_k(x, 600, implementation=race_checked(name)))
     first = jax.block_until_ready(run(scores))
     assert not compat.has_races(name)
     np.testing.assert_array_equal(first, run(scores))
@@ -73,8 +73,8 @@ def test_has_no_races(name):
 
 
 @pytest.mark.slow
-def test_only_places_between_the_bounds_are_taken():
-    scores, bounds = rows(S), np.array([[0, S], [5, 4096], [9000, 9003], [4097, S - 1]])
+def test_selects_within_bounds():
+    scores, bounds = score_rows(S), np.array([[0, S], [5, 4096], [9000, 9003], [4097, S - 1]])
     bounds = np.concatenate([bounds, [[0, 0], [7, 7], [8192, 20000], [1, 13000]]]).astype(np.int32)
     padded = np.pad(scores, ((0, 0), (0, -S % gpu.STAGE)), constant_values=np.inf)
     got = gpu.select_rows(padded, bounds, 100, interpret=compat.emulator_params("gpu"))
@@ -83,7 +83,7 @@ def test_only_places_between_the_bounds_are_taken():
     np.testing.assert_array_equal(got, oracle.select(scores[None], inside[None], 100)[0])
 
 
-def test_ordered_integers_compare_like_scores():
+def test_ordered_bits_compare_like_scores():
     x = np.array(
         [np.nan, -np.inf, -3e38, -1, -1e-40, -0.0, 0.0, 1e-40, 1, 3e38, np.inf], np.float32
     )
@@ -92,7 +92,7 @@ def test_ordered_integers_compare_like_scores():
     assert got[0] == got[1] and got[5] == got[6] and got[0] > gpu.INVISIBLE
 
 
-def test_refuses_what_does_not_fit():
+def test_top_k_rejects_unsupported_inputs():
     named = backends.make_interpreted("gpu", compat.emulator_params("gpu"))
     with pytest.raises(ValueError, match="not float32"):
         top_k(jnp.zeros((1, 8), jnp.bfloat16), 2, implementation=named)

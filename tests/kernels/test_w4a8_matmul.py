@@ -1,4 +1,4 @@
-"""Int8 rows times int4 weights against integers in NumPy, dense and sorted by expert."""
+"""Tests of int8 rows times int4 weights, dense and sorted by expert, against integers in NumPy."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.kernels.implementations import (
     marks,
     over_implementations,
     over_pallas_forms,
-    watched,
+    race_checked,
 )
 from tests.oracles import quantize as oracle
 
@@ -25,19 +25,21 @@ SIZES = {
     "uneven": (27, 1, 53, 12, 47),
     "empty experts": (0, 70, 0, 70, 0),
     "all on the last": (0, 0, 0, 0, M),
-    "rows without an owner": (3, 0, 4, 50, 1),
+    "unassigned rows": (3, 0, 4, 50, 1),
     "less than a tile": (3, 0, 4, 0, 1),
-    "no row at all": (0, 0, 0, 0, 0),
+    "no rows": (0, 0, 0, 0, 0),
 }
 FEW = (3, 0, 20, 9, 1)  # of 40 rows
 over_all = over_implementations("w4a8_matmul")
-over_all_but_slow_on_hopper = over_implementations("w4a8_matmul", slow="gpu")
+over_all_slow_on_hopper = over_implementations("w4a8_matmul", slow="gpu")
 over_xla = over_implementations("w4a8_matmul", slow="tpu gpu")
 
 
 def over_all_and(name, values, quick):
-    """Parametrises a test by `implementation` and by all values of a name; Hopper's emulator takes `quick` by
-    default, if that is not None, and all of them in the slow tier."""
+    """Parametrises a test by `implementation` and by all values of a name.
+
+    quick: value for Hopper's emulator in the default tier, None for none; the slow tier runs all.
+    """
     forms = [(p.id, *p.values) for p in over_all.args[1]]
     params = [pytest.param(how, values, id=form, marks=marks(form == "gpu")) for form, how in forms]
     params += [
@@ -47,7 +49,7 @@ def over_all_and(name, values, quick):
 
 
 def problem(m=M, k=K, n=N, e=E, group=GROUP):
-    """(x, x_scale, w, w_scale) of every byte that there can be, -128 and -8 among them."""
+    """Returns (x, x_scale, w, w_scale) with all bytes, including -128 and -8."""
     rng = np.random.default_rng(0)
     x = rng.integers(-128, 128, (m, k)).astype(np.int8)
     w = rng.integers(-128, 128, (e, k // 2, n)).astype(np.int8)
@@ -74,18 +76,18 @@ def runner(implementation, grouped=False, out_dtype=jnp.float32):
 
 
 @over_all_and("groups", (128, 256, 768), quick=None)
-def test_dense(implementation, groups):
+def test_dense_product_equals_oracle(implementation, groups):
     for group in groups:
         args = dense(m=75, k=768, n=72, group=group)
         got = runner(implementation)(*args)
         np.testing.assert_allclose(got, expected(*args), rtol=1e-5, atol=1e-4, err_msg=str(group))
-        # Groups are added in the same order, and each sum may be fused with its product or not.
-        np.testing.assert_allclose(got, runner("ref")(*args), rtol=1e-6, atol=4e-6)
+        # Groups are added in the same order; only fused multiply-adds may differ.
+        np.testing.assert_allclose(got, runner("xla")(*args), rtol=1e-6, atol=4e-6)
 
 
-@over_implementations("w4a8_matmul", slow="ref gpu")
-def test_products_are_exact_integers(implementation):
-    """The largest sums that a group can have, of both signs, and their neighbours."""
+@over_implementations("w4a8_matmul", slow="xla gpu")
+def test_products_are_exact_at_extremes(implementation):
+    """A group's sums are the largest of both signs, and their neighbours."""
     x = jnp.full((3, 256), -128, jnp.int8).at[1].set(127).at[2, 0].set(-127)
     w = jnp.full((128, 128), -0x78, jnp.int8).at[:, 1].set(0x77).at[0, 2].set(-0x77)
     ones = jnp.ones(3), jnp.ones((2, 128))
@@ -95,9 +97,9 @@ def test_products_are_exact_integers(implementation):
 
 
 @over_all_and("names", tuple(SIZES), quick="few")
-def test_rows_sorted_by_expert(implementation, names):
-    given = problem(m=40, k=128, n=256) if names == ("few",) else problem()
-    x, all_scales, w, w_scale = map(np.asarray, given)
+def test_grouped_product_equals_oracle(implementation, names):
+    inputs = problem(m=40, k=128, n=256) if names == ("few",) else problem()
+    x, all_scales, w, w_scale = map(np.asarray, inputs)
     for name in names:
         sizes = FEW if name == "few" else SIZES[name]
         filled = sum(sizes)
@@ -109,36 +111,36 @@ def test_rows_sorted_by_expert(implementation, names):
             wanted = expected(x[rows], x_scale[rows], w[e], w_scale[e])
             np.testing.assert_allclose(got[rows], wanted, rtol=1e-5, atol=1e-4, err_msg=name)
         assert not got[filled:].any(), name
-        np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args), err_msg=name)
+        np.testing.assert_array_equal(got, runner("xla", grouped=True)(*args), err_msg=name)
 
 
 @over_xla
 @pytest.mark.parametrize("expected_rows", in_tiers([1], [4000]))
-def test_how_many_rows_are_expected_changes_nothing(implementation, expected_rows):
+def test_w4a8_ignores_expected_rows(implementation, expected_rows):
     args = *problem(), jnp.asarray(SIZES["uneven"])
     run = functools.partial(w4a8_grouped_matmul, out_dtype=jnp.float32)
     run = functools.partial(run, expected_rows=expected_rows, implementation=implementation)
     got = jax.jit(run)(*args)
-    np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
+    np.testing.assert_array_equal(got, runner("xla", grouped=True)(*args))
 
 
 @pytest.mark.slow
 @over_all
-def test_one_expert_is_dense_and_two_runs_give_the_same_bits(implementation):
+def test_one_expert_equals_dense_product(implementation):
     x, x_scale, w, w_scale = dense()
     got = runner(implementation)(x, x_scale, w, w_scale)
     np.testing.assert_array_equal(got, runner(implementation)(x, x_scale, w, w_scale))
-    alone = runner(implementation, grouped=True)(
+    one_expert = runner(implementation, grouped=True)(
         x, x_scale, w[None], w_scale[None], jnp.asarray([M])
     )
-    np.testing.assert_array_equal(got, alone)
-    half = runner(implementation, out_dtype=jnp.bfloat16)(x, x_scale, w, w_scale)
-    np.testing.assert_array_equal(half, got.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(got, one_expert)
+    rounded = runner(implementation, out_dtype=jnp.bfloat16)(x, x_scale, w, w_scale)
+    np.testing.assert_array_equal(rounded, got.astype(jnp.bfloat16))
 
 
 @over_xla
-def test_what_is_quantised_is_what_is_multiplied(implementation):
-    """From floats and back: the error is that of rounding, 1/7 and 1/127 of a largest value at most."""
+def test_error_of_float_product_is_rounding(implementation):
+    """Rounding is wrong by at most 1/7 and 1/127 of a maximum."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((20, 256)).astype(np.float32)
     w = rng.standard_normal((256, 40)).astype(np.float32)
@@ -151,7 +153,7 @@ def test_what_is_quantised_is_what_is_multiplied(implementation):
 
 @pytest.mark.slow
 @over_all
-def test_batches(implementation):
+def test_w4a8_vmaps(implementation):
     x, x_scale, w, w_scale = dense(m=20, k=256, n=128)
     run = runner(implementation)
     both = jax.vmap(run, (0, 0, None, None))(
@@ -162,8 +164,8 @@ def test_batches(implementation):
     np.testing.assert_array_equal(both[1], run(-x, x_scale, w, w_scale))
 
 
-@over_implementations("w4a8_matmul", several_devices=True, slow="ref tpu")
-def test_devices(implementation):
+@over_implementations("w4a8_matmul", several_devices=True, slow="xla tpu")
+def test_w4a8_shards_columns(implementation):
     x, x_scale, w, w_scale = dense(m=20, k=256, n=1024)
     run = runner(implementation)
     mesh = Mesh(np.array(jax.devices()[:8]), ("tensor",))
@@ -176,7 +178,7 @@ def test_devices(implementation):
 
 
 @over_xla
-def test_traced_once_whatever_the_sizes(implementation):
+def test_w4a8_traces_once_for_all_sizes(implementation):
     traced = []
 
     @jax.jit
@@ -191,15 +193,15 @@ def test_traced_once_whatever_the_sizes(implementation):
 
 @pytest.mark.slow
 @over_pallas_forms("w4a8_matmul")
-def test_no_races(name):
+def test_w4a8_has_no_races(name):
     x, x_scale, w, w_scale = problem(m=40, k=128, n=256)
     args = (x, x_scale, w, w_scale, jnp.asarray(FEW))
-    got = runner(watched(name), grouped=True)(*args)
+    got = runner(race_checked(name), grouped=True)(*args)
     assert not compat.has_races(name)
-    np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
+    np.testing.assert_array_equal(got, runner("xla", grouped=True)(*args))
 
 
-def test_what_is_refused():
+def test_w4a8_rejects_unsupported_inputs():
     x, x_scale, w, w_scale = dense()
     for args in (
         (x, x_scale[1:], w, w_scale),

@@ -1,5 +1,4 @@
-"""What only the Hopper form does: wide blocks, and the way of packed columns through registers, thread by
-thread, against the emulator's plain forms."""
+"""Tests of w4a8_matmul on Hopper: wide blocks, and the register layouts against the emulator's forms."""
 
 import itertools
 
@@ -12,15 +11,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, hopper
 from pallas_kernels.w4a8_matmul import Static, gpu, int4_layout, w4a8_grouped_matmul
-from tests.kernels.implementations import watched
+from tests.kernels.implementations import race_checked
 
 RNG = np.random.default_rng(0)
 EMULATED = hopper.Ops(True)
 
 
 @pytest.mark.slow
-def test_wide_blocks_of_rows_of_many_experts(monkeypatch):
-    """Two warpgroups of 128 columns each, as with GLM-5's experts; rows end where no tile ends."""
+def test_computes_wide_blocks_of_several_experts(monkeypatch):
+    """Like for GLM-5's experts, two warpgroups take 128 columns each; groups end inside tiles."""
     monkeypatch.setattr(gpu, "FEW_COLUMNS", 0)
     x = jnp.asarray(RNG.integers(-128, 128, (101, 384)), jnp.int8)
     w = jnp.asarray(RNG.integers(-128, 128, (3, 192, 300)), jnp.int8)
@@ -29,13 +28,13 @@ def test_wide_blocks_of_rows_of_many_experts(monkeypatch):
     args = x, x_scale, w, w_scale, jnp.asarray((13, 0, 86))
     got, wanted = (
         jax.jit(lambda *args, form=form: w4a8_grouped_matmul(*args, implementation=form))(*args)
-        for form in (watched("gpu"), "ref")
+        for form in (race_checked("gpu"), "xla")
     )
     assert not compat.has_races("gpu")
     np.testing.assert_array_equal(got, wanted)
 
 
-def test_what_is_refused():
+def test_w4a8_gpu_names_unsupported_groups():
     shape = jax.ShapeDtypeStruct
     x, w = shape((8, 2048), jnp.int8), shape((1024, 8), jnp.int8)
     assert "groups of 64" in gpu.unsupported_reason(x, w, shape((32, 8), jnp.float32))
@@ -43,8 +42,8 @@ def test_what_is_refused():
     assert gpu.unsupported_reason(x, w, shape((16, 8), jnp.float32)) is None
 
 
-def test_products_have_widths_that_exist():
-    """Of int8, 8, 16 and 24 columns and multiples of 16."""
+def test_plan_uses_valid_product_widths():
+    """Int8 products have 8, 24 or a multiple of 16 columns."""
     shape = jax.ShapeDtypeStruct
     for m in range(1, 140):
         static = Static(backend=None, group=128, expected_rows=m, out_dtype=jnp.dtype("bfloat16"))
@@ -52,8 +51,8 @@ def test_products_have_widths_that_exist():
         assert plan.rows in (8, 24) or plan.rows % 16 == 0, m
 
 
-class Numbers:
-    """`int4_layout.MlirRegisters` on integers."""
+class IntegerRegisters:
+    """Implements `int4_layout.MlirRegisters` on integers."""
 
     def word(self, register, v):
         return sum(int(byte) % 256 << 8 * i for i, byte in enumerate(register))
@@ -75,9 +74,8 @@ class Numbers:
         return list(values)
 
 
-def places(layout, shape):
-    """int[warps lanes *registers vector]: which number of a flat array stands where, by the definition of
-    tiled layouts."""
+def element_positions(layout, shape):
+    """Returns int [warps lanes *registers vector]: the flat index of each element of a tiled layout."""
     layout = layout.to_mgpu()
     tiled = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
@@ -105,9 +103,9 @@ def places(layout, shape):
 
 
 def through_registers(function, inputs, layout, out_layout, shape, results):
-    """Arrays of that shape in out_layout, which function makes of the registers of inputs in layout."""
-    into = [places(layout, x.shape) for x in inputs]
-    back = places(out_layout, shape)
+    """Applies a function to the registers of inputs in layout, and returns its arrays from out_layout."""
+    into = [element_positions(layout, x.shape) for x in inputs]
+    back = element_positions(out_layout, shape)
     outs = [np.zeros(np.prod(shape), np.int64) for _ in range(results)]
     for thread in np.ndindex(4, 32):
         registers = []
@@ -116,17 +114,17 @@ def through_registers(function, inputs, layout, out_layout, shape, results):
             for at in np.ndindex(held.shape):
                 held[at] = list(x.reshape(-1)[place[thread][at]])
             registers.append(held)
-        for out, made in zip(outs, function(registers)):
-            for at in np.ndindex(made.shape):
-                out[back[thread][at]] = made[at]
+        for out, register_array in zip(outs, function(registers)):
+            for at in np.ndindex(register_array.shape):
+                out[back[thread][at]] = register_array[at]
     return np.stack(outs).reshape(results, *shape)
 
 
 @pytest.mark.parametrize("v", int4_layout.WIDTHS)
-def test_bytes_become_operands(v):
+def test_unpacks_bytes_to_operands(v):
     packed = RNG.integers(-128, 128, (int4_layout.ROWS, int4_layout.WIDTHS[v])).astype(np.int8)
     got = through_registers(
-        lambda registers: int4_layout.to_operands(registers[0], v, Numbers()),
+        lambda registers: int4_layout.to_operands(registers[0], v, IntegerRegisters()),
         [packed],
         int4_layout.bytes_layout(v),
         plgpu.Layout.WGMMA_8BIT,
@@ -139,11 +137,11 @@ def test_bytes_become_operands(v):
 
 
 @pytest.mark.parametrize("v", int4_layout.WIDTHS)
-def test_numbers_by_column_come_by_row(v):
+def test_spreads_column_scales_to_rows(v):
     numbers = np.arange(int4_layout.WIDTHS[v])
     row = hopper.WGMMA.reduce(1)
     got = through_registers(
-        lambda registers: int4_layout.to_rows(registers[0], v, Numbers()),
+        lambda registers: int4_layout.to_rows(registers[0], v, IntegerRegisters()),
         [numbers],
         int4_layout.column_layout(v),
         row,
@@ -154,11 +152,11 @@ def test_numbers_by_column_come_by_row(v):
 
 
 @pytest.mark.parametrize("v", int4_layout.WIDTHS)
-def test_sums_leave_by_column(v):
+def test_writes_sums_by_column(v):
     sums = list(RNG.integers(0, 1 << 30, (v // 2, 64, 24)))
     shape = 24, int4_layout.WIDTHS[v]
     got = through_registers(
-        lambda registers: [int4_layout.to_columns(registers, shape, Numbers())],
+        lambda registers: [int4_layout.to_columns(registers, shape, IntegerRegisters())],
         sums,
         hopper.WGMMA,
         int4_layout.out_layout(v),

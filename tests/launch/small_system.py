@@ -1,6 +1,6 @@
-"""An experiment of several programs, each small and real: two engines, a gateway, a hub, and what trains.
+"""An experiment of several programs, each small and real: two engines, a gateway, an orchestrator, and what trains.
 
-What trains asks the hub's address, says what it was told, and ends well after `seconds`; before that it dies `deaths` times. Told to
+What trains asks the orchestrator's address, says what it was told, and ends well after `seconds`; before that it dies `deaths` times. Told to
 stop, it saves, as much as there is to save, and ends as launch.run does.
 """
 
@@ -9,7 +9,7 @@ import pathlib
 
 from glm5_jax.runtime.placement import Restarts, Role
 
-SMALL = str(pathlib.Path(__file__).parents[1] / "core" / "small_role.py")
+SMALL = str(pathlib.Path(__file__).parents[1] / "runtime" / "small_role.py")
 TRAIN = """
 import os, pathlib, signal, sys, time, urllib.request
 url, seconds, deaths, lives = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
@@ -34,7 +34,7 @@ class System:
 
     engine_port: int = 0
     gateway_port: int = 0
-    hub_port: int = 0
+    orchestrator_port: int = 0
     engine_devices: int = 0
     engine_memory: int = 0
     engine_cpus: int = 0
@@ -64,7 +64,7 @@ def roles(config: System, command) -> list[Role]:
 
     limits = Restarts(max_restarts=config.limit, initial_delay_s=0.05, max_delay_s=0.05)
     own = [str(config.seconds), str(config.deaths), config.lives]
-    words = ["{python}", "-c", TRAIN, "{hub.url}", *own]
+    words = ["{python}", "-c", TRAIN, "{orchestrator.url}", *own]
     words += ["{distributed}"] if config.train_hosts > 1 else []
     hosts, devices = config.train_hosts, config.train_devices
     engines = dict(count=2, devices=config.engine_devices, tpu_topology="2x2x1")
@@ -81,7 +81,7 @@ def roles(config: System, command) -> list[Role]:
             settle_s=0.05,
             env={"WANDB_MODE": "off line"},
         ),
-        server("hub", config.hub_port, "{gateway.url}", *command),
+        server("orchestrator", config.orchestrator_port, "{gateway.url}", *command),
         server("gateway", config.gateway_port, "{engine.urls}", 'cost=$5 `a` "b" it\'s'),
         server("engine", config.engine_port, "number={index}", **engines),
     ]

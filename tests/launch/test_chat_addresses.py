@@ -17,8 +17,8 @@ def test_refuses_what_is_no_url(url, capsys):
     assert chat.main(["chat", f"--url={url}"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: url is ") and "give one such as http://HOST:PORT" in shown
-    with pytest.raises(ValueError, match="hub is .*, which is no URL"):
-        check_url("hub", url)
+    with pytest.raises(ValueError, match="orchestrator is .*, which is no URL"):
+        check_url("orchestrator", url)
 
 
 def test_takes_the_urls_of_servers():

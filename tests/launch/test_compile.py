@@ -9,7 +9,7 @@ from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.model.expert_dispatch import crossing_share
 from glm5_jax.parallel.mesh import abstract_mesh
 from glm5_jax.training.step_flops import trace_step
-from launch import compile as pod, pods, run
+from launch import command_line, compile as pod, pods
 from launch.aot import program_report
 from launch.aot.program_report import SHAPES
 from launch.aot.programs import saved_activation_bytes
@@ -31,7 +31,7 @@ MESH = {"fsdp": 4, "expert": 2}
 @pytest.fixture(scope="module")
 def program():
     """The train step of the small pod."""
-    return pod.lower_step(run.parse(SMALL_POD).config, abstract_mesh(MESH))
+    return pod.lower_step(command_line.parse(SMALL_POD).config, abstract_mesh(MESH))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_report_on_a_step_that_learns_from_samples(capsys):
 
 def test_reports_bytes_of_each_kind(report):
     """float32 weights and moments, of which each device has an eighth."""
-    whole = 4 * run.parse(SMALL_POD).config.model.num_stored_parameters
+    whole = 4 * command_line.parse(SMALL_POD).config.model.num_stored_parameters
     assert whole / 8 <= report.argument_bytes["params"] < 1.2 * whole / 8
     assert report.argument_bytes["batch"] == 5 * 4 * 128
     assert report.saved_activation_bytes > 0 and report.fits is None and report.model_flops > 0
@@ -122,7 +122,7 @@ def test_counts_kept_bytes_of_microbatch(step, share):
     fields = {"batch.start": 2048, "batch.end": 2048, "mesh.expert": 1, "mesh.fsdp": 2}
     fields |= {f"step.{name}": value for name, value in ({"remat": "full"} | step).items()}
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
-    config = run.parse([*SMALL_POD, *flags]).config
+    config = command_line.parse([*SMALL_POD, *flags]).config
     made = trace_step(config, abstract_mesh({"fsdp": 2}))
     model = config.model
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
@@ -137,7 +137,7 @@ def test_counts_share_of_tokens_that_crosses_to_a_slice():
 
 @pytest.mark.slow
 def test_lowers_step_with_share_of_tokens_that_crosses():
-    config = run.parse([*SMALL_POD, "--experiment.step.expert_slices=2"]).config
+    config = command_line.parse([*SMALL_POD, "--experiment.step.expert_slices=2"]).config
     assert pod.lower_step(config, abstract_mesh(MESH)).crossing == crossing_share(16, 2, 2) < 1
 
 
@@ -148,7 +148,7 @@ def test_lowers_step_with_share_of_tokens_that_crosses():
         (
             "rl_reasoning.py:addition",
             {"rows": 8, "rollout.prompts": 2, "rollout.group": 4}
-            | {"evaluation.tasks": 0, "agreement.attempts": 0},
+            | {"evaluation.tasks": 0, "mismatch.attempts": 0},
         ),
         ("pretrain.py:tiny", {"mesh.fsdp": 8, "sample.prompts": "()", "train.eval_interval": 0}),
     ],
@@ -162,7 +162,7 @@ def test_a_run_trains_with_the_program_that_is_told_beforehand(
     small += [f"--experiment.{name}={value}" for name, value in fields.items()]
     assert pod.main([*small, "--topology=cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    run.parse(small).config.make_stage(tmp_path).run()
+    command_line.parse(small).config.make_stage(tmp_path).run()
     logged = column(read(tmp_path), "program")[1]
     assert told["hash"] in logged and told["temporary_bytes"] > 0
 

@@ -10,18 +10,19 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from experiments import rl_agentic, serve as serving
-from experiments.rl_agentic import ClusterConfig
+from experiments import rl_agentic
 from experiments.rl_reasoning import TaskWeight
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
-from glm5_jax.rl.orchestrator.run_key import KEY_FILE
+from glm5_jax.rl.programs import servers
+from glm5_jax.rl.programs.cluster import ClusterConfig
+from glm5_jax.rl.programs.run_key import KEY_FILE
 from glm5_jax.runtime.http_server import read_key
 from glm5_jax.runtime.placement import Role, topological_order
 from glm5_jax.runtime.supervisor import RoleSupervisor
 from glm5_jax.text.tokenizer import Tokenizer
-from launch import gke, run, slurm
+from launch import command_line, gke, slurm
 
-ROLES = ["engine", "gateway", "hub", "task", "task", "train"]
+ROLES = ["engine", "gateway", "orchestrator", "task", "task", "train"]
 
 
 def tiny(port=0):
@@ -121,25 +122,25 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_starts_every_role_with_words_of_launcher(launcher, tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "make_server", lambda config: config.server)
+    monkeypatch.setattr(
+        servers, "make_checkpoint_server", lambda path, mesh, engine, server, warm: server
+    )
+    monkeypatch.setattr(servers, "load_tokenizer", lambda config: Tokenizer.load("bytes"))
     started = []
     for command in LAUNCHERS[launcher](tmp_path):
         at = command.index("launch.run")
-        found = run.parse(command[at:])
-        place = found.config.place
-        started.append(place.role)
-        urls = filter(None, [place.gateway, place.hub, place.url, place.engines])
+        found = command_line.parse(command[at:])
+        program = found.config.program
+        started.append(program.role)
+        urls = filter(None, [program.gateway, program.orchestrator, program.url, program.engines])
         assert all(urlsplit(url).hostname not in ("0.0.0.0", None) for url in urls)
-        if place.role == "train":
-            assert place.hub and place.engines
+        if program.role == "train":
+            assert program.orchestrator and program.engines
             continue
-        monkeypatch.setattr(
-            found.module, "load_checkpoint_tokenizer", lambda config: Tokenizer.load("bytes")
-        )
-        server = found.module.PROGRAMS[place.role](found.config, found.workdir)
+        server = servers.SERVERS[program.role](found.config, found.workdir)
         config = getattr(server, "config", server)
         assert read_key(config.api_key_file) == read_key(tmp_path / KEY_FILE)
-        if place.role == "task":
+        if program.role == "task":
             url = urlsplit(config.url)
             assert url.port == config.port
             if launcher in ("local", "ray"):

@@ -8,7 +8,7 @@ import pytest
 
 from glm5_jax.parallel.mesh import resolve
 from glm5_jax.training.experiment import StageConfig
-from launch import layouts, pods, run
+from launch import command_line, layouts, pods
 from launch.layouts import LAYOUTS, RESULTS, Layout
 from tests.contracts.source_tree import ROOT
 
@@ -51,7 +51,9 @@ def test_names_are_unique():
 @pytest.mark.parametrize("own", LAYOUTS, ids=lambda own: own.name)
 def test_the_mesh_takes_all_devices_of_the_pod(own):
     flags = [word for word in own.fields if word.startswith("--experiment.")]
-    config = run.parse(["layouts", f"--experiment=experiments/{own.experiment}", *flags]).config
+    config = command_line.parse(
+        ["layouts", f"--experiment=experiments/{own.experiment}", *flags]
+    ).config
     pod = pods.parse(own.topology)
     sizes = resolve(dataclasses.asdict(config.mesh), pod.num_devices)
     slices = config.step.expert_slices if isinstance(config, StageConfig) else 1

@@ -39,7 +39,7 @@ def test_accelerators_are_dealt_out_and_each_is_seen_by_one_process_alone(tmp_pa
     roles = [
         Role(name="engine", argv=["true"], count=2, devices=2),
         Role(name="train", argv=["true"], hosts=2, devices=1),
-        Role(name="hub", argv=["true"]),
+        Role(name="orchestrator", argv=["true"]),
     ]
     machine = LocalMachine(platform="cuda", devices=["1", "2", "3", "4", "6", "7"], cores=CORES)
     found = seen(LocalPlacement(machine), roles, "CUDA_VISIBLE_DEVICES", tmp_path)
@@ -48,10 +48,10 @@ def test_accelerators_are_dealt_out_and_each_is_seen_by_one_process_alone(tmp_pa
         "engine-1.0": "3,4",
         "train-0.0": "6",
         "train-0.1": "7",
-        "hub-0.0": "",
+        "orchestrator-0.0": "",
     }
     platforms = seen(LocalPlacement(machine), roles, "JAX_PLATFORMS", tmp_path)
-    assert platforms["hub-0.0"] == "cpu"
+    assert platforms["orchestrator-0.0"] == "cpu"
     assert platforms["train-0.0"] == os.environ["JAX_PLATFORMS"], "as it was"
 
 
@@ -158,7 +158,7 @@ def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, 
             devices=1,
             env={"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
         ),
-        Role(name="hub", argv=["true"]),
+        Role(name="orchestrator", argv=["true"]),
     ]
     monkeypatch.setenv("XLA_FLAGS", "--mine=1")
     machine = LocalMachine(platform="cuda", devices=["0", "1"], cores=CORES, chip="h200")
@@ -166,7 +166,7 @@ def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, 
     assert found == {
         "train-0.0": xla_flags.format_flags("h200", "--mine=1"),
         "engine-0.0": xla_flags.format_flags("h200", "--xla_gpu_enable_triton_gemm=true"),
-        "hub-0.0": "--mine=1",
+        "orchestrator-0.0": "--mine=1",
     }
     assert "triton_gemm=false" in found["train-0.0"]
     assert "triton_gemm=false" not in found["engine-0.0"]
@@ -214,13 +214,15 @@ def test_one_command_starts_all_roles_and_ends_with_the_main_one(tmp_path):
     lines = [line.split(" ", 1)[1] for line in out.splitlines()]
     assert "train-0 died was killed by SIGKILL" in lines and "train-0 started (start 2)" in lines
     after = lines[lines.index("train-0 finished") + 1 :]
-    assert after[:2] == ["hub-0 stopped", "gateway-0 stopped"]
+    assert after[:2] == ["orchestrator-0 stopped", "gateway-0 stopped"]
     assert sorted(after[2:]) == ["engine-0 stopped", "engine-1 stopped"]
-    hub = next(line for line in lines if line.startswith("hub-0 ready http://127.0.0.1:"))
+    orchestrator = next(
+        line for line in lines if line.startswith("orchestrator-0 ready http://127.0.0.1:")
+    )
     log = (tmp_path / "run" / "roles" / "train-0.log").read_text()
     flags = [SYSTEM, f"--workdir={tmp_path}/run", "--experiment.deaths=1"]
     assert all(f'"{word}"' in log for word in flags) and "--distributed" not in log
-    assert hub and (tmp_path / "lives").read_text() == "life\n" * 2
+    assert orchestrator and (tmp_path / "lives").read_text() == "life\n" * 2
 
 
 @pytest.mark.slow
@@ -250,7 +252,7 @@ def test_a_signal_stops_all_in_order(tmp_path, number):
         out, err = command.communicate(timeout=300)
     assert (command.returncode, err) == (130, "")
     stopped = [line.split()[1] for line in out.splitlines() if line.endswith("stopped")]
-    assert stopped[:3] == ["train-0", "hub-0", "gateway-0"]
+    assert stopped[:3] == ["train-0", "orchestrator-0", "gateway-0"]
     assert out.endswith("stopped; the same command goes on from there\n")
     assert all(map(ends, pids))
 
@@ -258,10 +260,10 @@ def test_a_signal_stops_all_in_order(tmp_path, number):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "no experiment given; try --experiment=experiments/pretrain.py:tiny"),
+        ([], "no experiment given; try pretrain:tiny"),
         ([SYSTEM.replace("tiny", "huge")], "unknown variant 'huge'; use one of tiny, pod"),
         ([SYSTEM, "--experiment.colour=red"], "--experiment.colour"),
-        ([SYSTEM, "--colour=red"], "Unknown command line flag 'colour'"),
+        ([SYSTEM, "--colour=red"], "no field 'colour'; there are --"),
         (
             [SYSTEM, "--hosts=2"],
             "--hosts is for one stage of training; small_system lists its roles",

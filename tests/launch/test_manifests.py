@@ -185,12 +185,12 @@ def test_pods_with_accelerators_have_the_options_for_them(accelerator, chip, var
     assert found(role, f"--xla_flags={own}") == (xla_flags.format_flags(chip, own) if chip else own)
     both = found(dataclasses.replace(role, env={variable: "--b=2"}), f"--xla_flags={own}")
     assert both.endswith(f"{own} --b=2") and f"--{name}=true" not in both
-    assert found(Role(name="hub", argv=["true"]), f"--xla_flags={own}") is None
+    assert found(Role(name="orchestrator", argv=["true"]), f"--xla_flags={own}") is None
 
 
 def test_steps_with_accelerators_have_the_options_for_them():
     roles = [
-        Role(name="hub", argv=["true"]),
+        Role(name="orchestrator", argv=["true"]),
         Role(name="engine", argv=["true"], devices=8, env={"XLA_FLAGS": "--own=1", "A": "b"}),
         Role(name="train", argv=["true"], devices=8),
     ]
@@ -235,7 +235,7 @@ def test_writes_yaml_that_is_read_as_it_was():
             [*TRAINING, "--devices=16"],
             "asks for 16 devices of a node, --devices_per_node is 8; give it more hosts",
         ),
-        (slurm, [*TRAINING, "--devices=8", "--color=1"], "Unknown command line flag 'color'"),
+        (slurm, [*TRAINING, "--devices=8", "--color=1"], "no field 'color'; there are --"),
         (slurm, [*TRAINING, "--devices=8", "--chip=abacus"], "--chip=abacus: value should be one"),
         (slurm, [f"{SYSTEM}:pod", "--hosts=2"], "--hosts is for one stage of training"),
         (slurm, [*TRAINING, "--devices=8", "--account=a\n#SBATCH -x b"], "is not one word"),

@@ -85,10 +85,13 @@ def test_a_role_whose_place_is_lost_is_placed_anew_and_those_that_know_it_are_to
     assert ends(gateway.pid)
     elsewhere = run.seen("gateway", "ready", 2)[1]
     assert elsewhere.detail != gateway.detail
-    hub = run.seen("hub", "ready", 2)[1]
-    assert run.seen("hub", "moved") and asked(hub.detail)["given"][0] == elsewhere.detail
+    orchestrator = run.seen("orchestrator", "ready", 2)[1]
+    assert (
+        run.seen("orchestrator", "moved")
+        and asked(orchestrator.detail)["given"][0] == elsewhere.detail
+    )
     assert told(run.folder, "train") == ["train started", "train ready"], (
-        "the hub's address is what it was"
+        "the orchestrator's address is what it was"
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from glm5_jax.checkpoint import store
 from glm5_jax.training.experiment import write_config
-from launch import run
+from launch import command_line, run, stage_runner
 from tests.contracts.source_tree import ROOT
 
 TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
@@ -33,18 +33,21 @@ def refused(capsys, workdir, *argv) -> str:
 @pytest.mark.parametrize(
     "argv,message",
     [
-        ([], "no experiment given; try --experiment=experiments/pretrain.py:tiny"),
+        ([], "no experiment given; try pretrain:tiny. `glm5 list` shows all"),
         (
             ["--experiment=nowhere.py:tiny"],
-            "nowhere.py is not the file of an experiment; there are ",
+            "nowhere.py is not the name or the file of an experiment; there are ",
         ),
-        (["--experiment=README.md:tiny"], "README.md is not the file of an experiment; there are "),
+        (["--experiment=README.md:tiny"], "README.md is not the name or the file of an experiment"),
         ([f"--experiment={ROOT}/launch/run.py"], "has no get_config(variant)"),
-        ([TINY + "y"], "unknown variant 'tinyy'; use one of tiny, small, glm5"),
-        ([TINY, "--workdri=x"], "Unknown command line flag 'workdri'"),
+        ([TINY + "y"], "'tinyy'; did you mean tiny? There are tiny, small, glm5"),
+        ([TINY, "--workdri=x"], "--workdri: no field 'workdri'; did you mean --workdir?"),
         ([TINY, "train"], "unexpected argument 'train'"),
         ([TINY, "--distributed=host,2,2"], "use auto or HOST:PORT,N,I with 0 <= I < N"),
-        ([TINY, "--experiment.model.hiden_size=8"], "in model; did you mean hidden_size"),
+        (
+            [TINY, "--experiment.model.hiden_size=8"],
+            "in model; did you mean --experiment.model.hidden_size",
+        ),
         ([TINY, "--experiment.data=x"], "--experiment.data: data is a group of fields; set one"),
         ([TINY, "--experiment.model.hidden_size=wide"], "--experiment.model.hidden_size=wide"),
         ([TINY, "--experiment.train.steps=x"], "--experiment.train.steps is 'x'; it must be"),
@@ -106,7 +109,7 @@ def refused(capsys, workdir, *argv) -> str:
         ),
         (
             [f"--experiment={ROOT}/experiments/sft.py:tiny"],
-            "unknown variant 'tiny'; use one of tiny,interleaved or tiny,preserved or tiny,turn_level",
+            "'tiny'; did you mean tiny,mixed? There are tiny,interleaved or tiny,preserved or tiny,turn_level",
         ),
         (
             [TINY, "--experiment.data.sources=[{'kind': 'jsonl', 'path': 'no/*.jsonl'}]"],
@@ -153,7 +156,7 @@ def test_a_workdir_that_is_a_file_is_refused(capsys, tmp_path):
 
 
 def test_a_workdir_of_another_configuration_is_refused_by_field(capsys, tmp_path):
-    config = run.parse(["run", TINY])[1]
+    config = command_line.parse(["run", TINY])[1]
     other = dataclasses.replace(
         config,
         seed=7,
@@ -178,7 +181,7 @@ def test_flags_reach_the_config_and_the_workdir_has_a_default():
     argv = ["run", TINY, "--experiment.optimizer.ns_coefficients=(1.0,2.0,3.0)"]
     argv += ["--experiment.train.steps=9", "--experiment.model.norm_topk_prob=false"]
     argv += ["--experiment.schedule.peak=3e-4", "--experiment.sample.prompts=('a b',)"]
-    _, config, workdir, _ = run.parse(argv)
+    _, config, workdir, _ = command_line.parse(argv)
     assert config.optimizer.ns_coefficients == (1.0, 2.0, 3.0)
     assert (config.steps, config.model.norm_topk_prob) == (9, False)
     assert (config.schedule.peak, config.sample.prompts) == (3e-4, ("a b",))
@@ -187,8 +190,8 @@ def test_flags_reach_the_config_and_the_workdir_has_a_default():
 
 def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
-    config = run.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
-    stages = {s.folder.name: s.config for s in run.stages_of(config, tmp_path)}
+    config = command_line.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
+    stages = {s.folder.name: s.config for s in stage_runner.plan_stages(config, tmp_path)}
     fields = [field.name for field in dataclasses.fields(config)]
     each = ("distill_reasoning", "distill_agentic")
     assert list(stages) == [name for name in fields if name not in each]
@@ -196,16 +199,16 @@ def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
 
 
 def test_a_later_stage_starts_from_the_one_before(tmp_path):
-    config = run.parse(["run", TINY])[1]
+    config = command_line.parse(["run", TINY])[1]
     two = dataclasses.make_dataclass("Two", ["first", "second"])(config, config)
-    stages = list(run.stages_of(two, tmp_path))
+    stages = list(stage_runner.plan_stages(two, tmp_path))
     assert [s.config.checkpoint for s in stages] == [None, str(tmp_path / "first")]
 
 
 def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each"
-    config = run.parse(["run", spec]).config
-    stages = {s.folder.name: s.config for s in run.stages_of(config, tmp_path)}
+    config = command_line.parse(["run", spec]).config
+    stages = {s.folder.name: s.config for s in stage_runner.plan_stages(config, tmp_path)}
     for name, count in (("distill_reasoning", 2), ("distill_agentic", 3), ("distill", 4)):
         teachers = [teacher.checkpoint for teacher in stages[name].teachers]
         earlier = ["sft", "rl_reasoning", "rl_agentic", "rl_general"][:count]
@@ -217,8 +220,13 @@ def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
 
 
 def test_times_are_told_as_a_clock_does():
-    assert [run.clock_of(x) for x in (0, 59.9, 125, 3661)] == ["0:00", "0:59", "2:05", "61:01"]
-    assert run.shares_of({"sft": 4.5, "distill": 2}) == "sft 4:30, distill 2:00"
+    assert [stage_runner.clock_of(x) for x in (0, 59.9, 125, 3661)] == [
+        "0:00",
+        "0:59",
+        "2:05",
+        "61:01",
+    ]
+    assert stage_runner.shares_of({"sft": 4.5, "distill": 2}) == "sft 4:30, distill 2:00"
 
 
 def test_a_stage_of_several_programs_leaves_accelerators_to_them(monkeypatch, tmp_path, capsys):
@@ -226,7 +234,7 @@ def test_a_stage_of_several_programs_leaves_accelerators_to_them(monkeypatch, tm
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     words = ("--experiment=a.py:small", "--experiment.tasks=({'folder': 'x y'},)")
-    assert run.run_programs(words, tmp_path / "rl_agentic") == 1
+    assert stage_runner.run_programs(words, tmp_path / "rl_agentic") == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: rl_agentic: this stage is several programs, and this program")
     start = line[line.index("launch.local ") :].partition(" (or")[0]
@@ -240,7 +248,7 @@ RL = ["rl_reasoning", "rl_agentic", "rl_general", "distill"]
 @pytest.mark.parametrize("file", ["pretrain", "dsa_warmup", "dsa_sparse", "sft", *RL, "lifecycle"])
 def test_every_variant_of_every_experiment_loads(file, variant):
     kind = ",mixed" if file == "sft" else ""
-    run.load(f"{ROOT}/experiments/{file}.py:{variant}{kind}")
+    command_line.load(f"{ROOT}/experiments/{file}.py:{variant}{kind}")
 
 
 @pytest.mark.parametrize(
@@ -248,10 +256,13 @@ def test_every_variant_of_every_experiment_loads(file, variant):
 )
 def test_running_the_file_itself_prints_the_command(file, capsys):
     runpy.run_path(f"{ROOT}/experiments/{file}.py", run_name="__main__")
-    command = f"python -m launch.run --experiment=experiments/{file}.py:tiny"
+    command = f"glm5 run {file}:tiny"
     assert capsys.readouterr().out.startswith(command)
 
 
-def test_help_is_printed(capsys):
+def test_prints_help_with_all_experiments(capsys):
     assert run.main(["run", "--help"]) == 0
-    assert "--experiment.FIELD=VALUE" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "--experiment.FIELD=VALUE" in out
+    assert "pretrain:tiny  (also small, glm5)\n    Pre-trains on plain text" in out
+    assert "muon_split:tiny  (also small)" in out

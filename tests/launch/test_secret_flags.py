@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from launch import run
+from launch import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
@@ -14,7 +14,7 @@ SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
 OPEN = re.compile(r"tokens|_file$|_id$|^tokenizer$|heads$|_chunk$")
 PROGRAMS = {
     "serve.py:tiny": "server",
-    "rl_agentic.py:tiny": "place.listen",
+    "rl_agentic.py:tiny": "program.listen",
     "evaluate.py:harbor": "endpoint",
 }
 
@@ -31,7 +31,7 @@ def secrets(config, path=""):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_has_no_flag_for_a_secret(name):
-    config = run.parse(["run", f"--experiment={ROOT / 'experiments' / name}"]).config
+    config = command_line.parse(["run", f"--experiment={ROOT / 'experiments' / name}"]).config
     for path, field in secrets(config):
         assert not field.metadata.get("flag", True), path
 
@@ -40,6 +40,6 @@ def test_has_no_flag_for_a_secret(name):
 def test_refuses_a_key_as_a_flag(name, part):
     experiment = f"--experiment={ROOT / 'experiments' / name}"
     with pytest.raises(ValueError, match="no field 'api_key'"):
-        run.parse(["run", experiment, f"--experiment.{part}.api_key=s3cret"])
-    words = run.parse(["run", experiment, f"--experiment.{part}.api_key_file=/run/key"])
+        command_line.parse(["run", experiment, f"--experiment.{part}.api_key=s3cret"])
+    words = command_line.parse(["run", experiment, f"--experiment.{part}.api_key_file=/run/key"])
     assert "/run/key" in repr(words.config)

@@ -17,7 +17,7 @@ from glm5_jax.inference.shapes import resolve_shapes
 from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import abstract_mesh, make_mesh
 from glm5_jax.parallel.tree import flatten
-from launch import compile as command, run
+from launch import command_line, compile as command
 from launch.aot import programs as pod, serving_programs
 from launch.aot.serving_programs import arguments_of, lower_decode, lower_prefill
 from tests.mesh import cases
@@ -263,7 +263,10 @@ def test_prints_json_with_bytes_of_each_kind(capsys):
     assert told[0]["argument_bytes"]["weights"] == told[1]["argument_bytes"]["weights"]
     assert told[1]["fits"] is None and told[1]["token_costs"][0]["batch"] == 64
     cfg = dataclasses.replace(presets.tiny(), num_hidden_layers=2, dtype="bfloat16")
-    mesh, options = abstract_mesh({"fsdp": 2, "expert": 4}), run.parse(SERVED[:-1]).config.engine
+    mesh, options = (
+        abstract_mesh({"fsdp": 2, "expert": 4}),
+        command_line.parse(SERVED[:-1]).config.engine,
+    )
     plain, packed = (
         arguments_of("decode", own, mesh, options, own is not cfg)
         for own in (cfg, dataclasses.replace(cfg, int4_group=32))
@@ -279,7 +282,7 @@ def test_reads_model_of_checkpoint(tmp_path):
     config = {"model": dataclasses.asdict(PLAIN)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     flag = f"--experiment.checkpoint={tmp_path}"
-    config = run.parse([*SERVED[:2], flag]).config
+    config = command_line.parse([*SERVED[:2], flag]).config
     for quantised in (False, True):
         assert command.read_served_model(config, "tiny", ["compile"], quantised) == (
             PLAIN,
@@ -292,7 +295,10 @@ def test_reads_model_of_checkpoint(tmp_path):
     [
         (["--model", "tiny"], "--model is followed by a blank; write --model=NAME"),
         (["--model=glm6"], "no model 'glm6'; use --model=glm5, glm5_2"),
-        (["--model.heads=3"], "--model.heads: no field 'heads'; did you mean index_n_heads"),
+        (
+            ["--model.heads=3"],
+            "--model.heads: no field 'heads'; did you mean --model.num_attention_heads",
+        ),
         (["--model.num_attention_heads=0"], "--model."),
         (["--experiment.checkpoint=nowhere"], "both name a model; give one"),
         (

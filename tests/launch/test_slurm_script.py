@@ -43,10 +43,10 @@ esac
 def run_script(tmp_path, *flags: str, state: str = "RUNNING") -> subprocess.Popen:
     """The script of the small system, on the commands of Slurm that a node has."""
     while True:  # ports that are free, the engines' two in a row
-        engine, gateway, hub = find_free_port(), find_free_port(), find_free_port()
-        if len({engine, engine + 1, gateway, hub}) == 4:
+        engine, gateway, orchestrator = find_free_port(), find_free_port(), find_free_port()
+        if len({engine, engine + 1, gateway, orchestrator}) == 4:
             break
-    ports = {"engine": engine, "gateway": gateway, "hub": hub}
+    ports = {"engine": engine, "gateway": gateway, "orchestrator": orchestrator}
     argv = [
         "slurm",
         f"{SYSTEM}:tiny",
@@ -105,7 +105,9 @@ def test_a_script_starts_the_roles_in_order_and_again_when_they_die(tmp_path):
         for line in script.stdout:
             if "train-0 started" in line:
                 break
-        pids = {role: asked(tmp_path, role)["pid"] for role in ("engine", "gateway", "hub")}
+        pids = {
+            role: asked(tmp_path, role)["pid"] for role in ("engine", "gateway", "orchestrator")
+        }
         os.kill(pids["gateway"], signal.SIGKILL)
         assert "gateway-0 ended with code 137" in script.stdout.readline()
         assert "gateway-0 started" in script.stdout.readline()
@@ -139,7 +141,9 @@ def test_a_script_ends_with_what_dies_too_often(tmp_path):
 def test_a_job_that_slurm_ends_saves_and_goes_back_into_the_queue(tmp_path, whom, state, again):
     """Slurm signals the script before the limit, and tasks alone otherwise."""
     with run_script(tmp_path, "--experiment.seconds=600", state=state) as script:
-        pids = {role: asked(tmp_path, role)["pid"] for role in ("engine", "gateway", "hub")}
+        pids = {
+            role: asked(tmp_path, role)["pid"] for role in ("engine", "gateway", "orchestrator")
+        }
         log = tmp_path / "my run" / "roles" / "train-0.log"
         while not (found := log.exists() and re.search(r"trains as (\d+)\n", log.read_text())):
             assert script.poll() is None

@@ -98,7 +98,7 @@ def test_the_script_fails_if_one_machine_does(tmp_path, capsys):
             "2 hosts of 4 accelerators, 2 devices of JAX each: mesh",
         ),
         ([TINY, "--machines=a", "--port=0"], "--port=0"),
-        ([TINY, "--machines=a", "--colour=1"], "Unknown command line flag 'colour'"),
+        ([TINY, "--machines=a", "--colour=1"], "no field 'colour'; there are --"),
         ([SYSTEM, "--machines=a,b"], "small-system-tiny is not one program that trains"),
     ],
 )

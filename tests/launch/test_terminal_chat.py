@@ -63,12 +63,22 @@ def test_a_missing_key_is_asked_for(capsys, tmp_path):
         assert chat.main(["chat", f"--url={running.url}", key], lines()) == 0
 
 
+def test_connects_to_address_of_serve_by_default(server, capsys, monkeypatch):
+    monkeypatch.setattr(chat, "SERVER", server.url)
+    assert chat.main(["chat", "--max_tokens=4"], lines()) == 0
+    assert chat.main(["chat", server.url, "--max_tokens=4"], lines()) == 0
+    assert capsys.readouterr().out.count("/new starts") == 2
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ([], "give either --checkpoint=DIR or --url"),
+        (["--checkpoint=x", "--url=y"], "give either --checkpoint=DIR or --url"),
         (["--url=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["--checkpoint=/nowhere"], "checkpoint /nowhere does not exist"),
+        (["/nowhere"], "checkpoint /nowhere does not exist"),
+        (["http://127.0.0.1:9", "--checkpoint=x"], "give either --checkpoint=DIR or --url"),
         (["--colour=red"], "colour"),
         (["--url=x", "more"], "unexpected argument 'more'"),
     ],

@@ -1,4 +1,4 @@
-"""The smallest model that has every part of GLM-5 and divides over eight devices, and its batch."""
+"""Config, weights and batch of the smallest model with every part of GLM-5 that divides over eight devices."""
 
 import dataclasses
 import functools
@@ -11,11 +11,11 @@ from glm5_jax import presets
 from glm5_jax.model import glm5
 from glm5_jax.parallel.sharding import sharding_of
 from glm5_jax.training.gradients import Rates, gradient_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 
 ROWS, LENGTH = 8, 32
 RATES = Rates(jnp.float32(0.3), jnp.float32(1e-3))
-# Weights of the small terms are raised, so that a lost one shows; blocks are smaller than a shard.
+# The weights of small loss terms are raised, so that tests detect a missing one. Blocks are smaller than a shard.
 STEP = StepConfig(
     balance_weight=0.01,
     z_weight=1e-3,
@@ -29,7 +29,7 @@ STEP = StepConfig(
 
 @functools.cache
 def config(attention: str = "sparse", **changes):
-    """Three layers of pairwise different sizes, the last one with a shared selection."""
+    """Returns a config of three layers whose sizes all differ; the last one shares a selection."""
     cfg = dataclasses.replace(
         presets.tiny(),
         vocab_size=64,
@@ -54,21 +54,21 @@ def config(attention: str = "sparse", **changes):
 
 
 def small(attention: str = "sparse", **changes):
-    """One MoE layer of config() without multi-token prediction, which compiles in seconds."""
+    """Returns a config of one MoE layer without multi-token prediction, which compiles in seconds."""
     few = dict(num_hidden_layers=1, first_k_dense_replace=0)
     few |= dict(num_nextn_predict_layers=0, indexer_types=None)
     return config(attention, **few | changes)
 
 
 def pair(attention: str = "sparse", **changes):
-    """A dense layer and an MoE layer that shares its selection, without multi-token prediction."""
+    """Returns a config of a dense layer and an MoE layer that shares its selection, without MTP."""
     few = dict(num_hidden_layers=2, num_nextn_predict_layers=0, indexer_types=("full", "shared"))
     return config(attention, **few | changes)
 
 
 @functools.cache
 def params(cfg):
-    """Weights large enough that attention and routing are far from uniform, biases included."""
+    """Returns weights and biases so large that attention and routing are far from uniform."""
     drawn = glm5.init_params(cfg, jax.random.key(0))
     noise = np.random.default_rng(1)
 
@@ -82,7 +82,7 @@ def params(cfg):
 
 @functools.cache
 def batch():
-    """Packed documents of several lengths, padding, masked and weighted tokens."""
+    """Returns a batch of packed documents with padding and with masked and weighted tokens."""
     draw = np.random.default_rng(0)
     segments = np.ones((ROWS, LENGTH), np.int32)
     segments[:, 20:] = 2
@@ -102,18 +102,18 @@ def batch():
 
 
 def step_of(cfg):
-    """STEP, without the indexers' loss where there are none."""
+    """Returns STEP, without the indexers' loss if the model has none."""
     return STEP if cfg.index_topk else dataclasses.replace(STEP, index_weight=0.0)
 
 
 @functools.cache
 def reference(cfg, mtp_steps: int = STEP.mtp_steps):
-    """(objective, LossParts, gradients) on one device, all queries in one block and nothing recomputed."""
-    whole = dict(query_block=LENGTH, gather_block=LENGTH, remat="none", mtp_steps=mtp_steps)
-    step = dataclasses.replace(step_of(cfg), **whole)
+    """Returns (objective, LossParts, gradients) of one device, without blocks of queries and remat."""
+    changes = dict(query_block=LENGTH, gather_block=LENGTH, remat="none", mtp_steps=mtp_steps)
+    step = dataclasses.replace(step_of(cfg), **changes)
     return jax.device_get(jax.jit(gradient_function(cfg, step))(params(cfg), batch(), RATES))
 
 
 def shardings_of(letters, shapes, mesh):
-    """Tree of NamedShardings of weights declared with these letters."""
-    return jax.tree.map(lambda own, x: sharding_of(x, own, mesh), letters, shapes)
+    """Returns a tree of NamedShardings of weights declared with these letters."""
+    return jax.tree.map(lambda names, x: sharding_of(x, names, mesh), letters, shapes)

@@ -1,7 +1,7 @@
-"""Takes a few training steps on eight CPU devices and prints, as JSON, what they were compiled to.
+"""Runs a few training steps on eight CPU devices and prints a report of the compiled program as JSON.
 
-Run in a process of its own: XLA's warnings go to standard error from C++, and only if the log level
-allows it before jax is loaded and the program does not come from a cache.
+It needs a separate process. XLA writes its warnings to standard error from C++, if the log level allows it before jax
+is imported and if the program is not cached.
 """
 
 import json
@@ -20,11 +20,11 @@ from launch.aot.hlo import find_collectives, groups_along
 from tests.mesh import cases
 
 STEPS = 3
-END_OF_PROVOCATION = "=== the step's own compilation ==="
+END_OF_REFERENCE = "=== the step's own compilation ==="
 
 
-def provoke() -> None:
-    """A change of layout that XLA can only do by replicating the array on every device."""
+def compile_replicating_program() -> None:
+    """Compiles a change of layout that XLA can only do by replicating the array on every device."""
     mesh = make_mesh(fsdp=2, expert=4)
 
     def pin(x, *spec):
@@ -42,9 +42,9 @@ def _axes(spec) -> list[str]:
 
 
 def main() -> None:
-    provoke()
+    compile_replicating_program()
     sys.stderr.flush()
-    os.write(2, f"{END_OF_PROVOCATION}\n".encode())
+    os.write(2, f"{END_OF_REFERENCE}\n".encode())
     mesh = make_mesh(fsdp=2, expert=2, context=2)
     cfg = cases.config("sparse")
     step = make_step(cfg, cases.STEP, OptimizerConfig(), lambda step: 1e-3, mesh)

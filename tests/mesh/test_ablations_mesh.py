@@ -1,4 +1,4 @@
-"""Windows, linear attention and grouped queries on eight devices: loss and gradients of one device."""
+"""Tests that windows, linear attention and grouped queries on eight devices equal one device."""
 
 import jax
 import numpy as np
@@ -30,14 +30,14 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "kinds", "axes"), CASES)
-def test_loss_and_gradients_equal_those_of_one_device(fields, kinds, axes):
-    # In float64: a head's rounding grows where its outcome, which is normed, is small.
+def test_ablations_on_mesh_equal_one_device(fields, kinds, axes):
+    # Float64, because the norm of a head's output magnifies rounding where the output is small.
     with jax.enable_x64(True):
         cfg = cases.config("dense", **fields, layer_attention=kinds, dtype="float64")
         compare(cfg, cases.step_of(cfg), make_mesh(axes))
 
 
-def test_heads_that_cannot_be_shared_out_are_refused():
+def test_rejects_heads_that_do_not_divide_over_mesh():
     fields = PLAIN | dict(num_attention_heads=6, layer_attention=("simple_gdn",) * 3)
     cfg, tokens = cases.config("dense", **fields), np.ones((8, 32), np.int32)
     with pytest.raises(ValueError, match="6 attention heads do not divide .* context . tensor = 4"):

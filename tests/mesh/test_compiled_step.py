@@ -1,4 +1,4 @@
-"""What the whole train step is compiled to on a mesh, and that it is compiled once."""
+"""Tests of the compiled train step on a mesh."""
 
 import json
 import math
@@ -17,8 +17,8 @@ DEVICES = {"fsdp": 2, "expert": 2, "context": 2}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(report, warnings of a program that provokes them, warnings of the step)."""
-    # What comes from a cache warns of nothing, and the step is looked at before it runs.
+    """Returns (report, warnings of a program that causes them, warnings of the step)."""
+    # An empty cache, because a cached program causes no warning.
     cache = tmp_path_factory.mktemp("compiled")
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)}
     child = subprocess.run(
@@ -29,17 +29,17 @@ def run(tmp_path_factory):
         timeout=280,
     )
     assert child.returncode == 0, child.stderr[-3000:]
-    provoked, _, own = child.stderr.partition(compiled_step.END_OF_PROVOCATION)
-    return json.loads(child.stdout), provoked, own
+    reference_warnings, _, step_warnings = child.stderr.partition(compiled_step.END_OF_REFERENCE)
+    return json.loads(child.stdout), reference_warnings, step_warnings
 
 
-def test_nothing_is_replicated_involuntarily(run):
-    _, provoked, own = run
-    assert WARNING in provoked, "the search for the warning does not find it"
-    assert WARNING not in own, own
+def test_xla_replicates_no_array_involuntarily(run):
+    _, reference_warnings, step_warnings = run
+    assert WARNING in reference_warnings, "the reference program causes no warning"
+    assert WARNING not in step_warnings, step_warnings
 
 
-def test_the_step_is_compiled_once_and_reuses_its_state(run):
+def test_step_compiles_once_and_donates_state(run):
     report, _, _ = run
     assert report["programs"] == 1
     assert report["donated"]
@@ -48,14 +48,14 @@ def test_the_step_is_compiled_once_and_reuses_its_state(run):
     assert last < first
 
 
-def test_rows_travel_between_the_experts_devices(run):
-    """In each layer, out and back."""
+def test_expert_devices_exchange_rows(run):
+    """Each layer exchanges rows twice, to the experts and back."""
     report, _, _ = run
     assert report["in_loop"] >= 4
     assert report["largest_exchange"] > 1000
 
 
-def test_every_device_holds_its_share_of_weights_and_moments(run):
+def test_shards_weights_and_moments_evenly(run):
     report, _, _ = run
     for path, (size, shard, axes) in report["shards"].items():
         assert size == shard * math.prod(DEVICES[a] for a in axes), path

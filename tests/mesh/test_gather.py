@@ -1,4 +1,4 @@
-"""How a weight is cut, brought together where it is used, and its gradient summed."""
+"""Tests of the sharding and gathering of weights, and of the sum of their gradients."""
 
 import dataclasses
 
@@ -36,22 +36,22 @@ LONG = dict(zip(AXES, resolve({"fsdp": 2, "expert": 64, "context": 8}, 1024)))
         ("dd d", (12288, 6144), P("expert", "fsdp")),
     ],
 )
-def test_each_axis_of_a_pod_cuts_a_dimension_of_its_own(letters, shape, spec):
+def test_shards_one_dimension_per_axis(letters, shape, spec):
     assert spec_of(letters, shape, POD) == spec
 
 
-def test_a_last_dimension_leaves_the_context_axis_to_the_one_before():
+def test_shards_second_last_dimension_over_context():
     cut = P(None, ("fsdp", "context"), "expert")
     assert spec_of("l d f", (3, 6144, 12288), LONG) == cut
     assert spec_of("l f d", (3, 12288, 6144), LONG) == P(None, ("context", "expert"), "fsdp")
 
 
-def test_heads_are_cut_where_there_are_more_devices_than_heads():
+def test_shards_head_dim_if_devices_exceed_heads():
     assert spec_of("l n u d", (75, 64, 256, 6144), WIDE) == P(None, None, "expert", "fsdp")
     assert spec_of("l c n u", (75, 512, 64, 256), WIDE) == P(None, "fsdp", None, "expert")
 
 
-def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
+def test_does_not_shard_indivisible_dimension():
     sizes = dict(POD, expert=5)
     assert spec_of("l q n hr", (75, 2048, 64, 256), sizes) == P(None, "fsdp", None, None)
 
@@ -59,8 +59,8 @@ def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
 @pytest.mark.parametrize(
     ("sizes", "smaller"), [(POD, 1e8), (LONG, 1e8), (WIDE, 5e8)], ids=["4K", "128K", "wide"]
 )
-def test_every_matrix_of_glm5_is_cut_over_all_batch_axes(sizes, smaller):
-    """Of more devices than heads, the latents' keys (4.7e8) are not."""
+def test_shards_glm5_matrices_over_all_batch_axes(sizes, smaller):
+    """With more devices than heads, k_b (4.7e8 elements) is not sharded over all of them."""
     cfg = presets.glm5()
     letters, shapes = flatten(glm5.axis_letters(cfg)), flatten(glm5.abstract_params(cfg))
     for path, x in shapes.items():
@@ -70,7 +70,7 @@ def test_every_matrix_of_glm5_is_cut_over_all_batch_axes(sizes, smaller):
             assert used >= {a for a in ("fsdp", "expert") if sizes[a] > 1}, (path, spec)
 
 
-def test_letters_must_fit_the_shape():
+def test_rejects_letters_that_do_not_fit_shape():
     with pytest.raises(ValueError, match="letters 'd f' do not fit the shape"):
         spec_of("d f", (2, 3, 4), POD)
 
@@ -91,35 +91,35 @@ CUTS = [
 @pytest.mark.parametrize(
     ("reduce_dtype", "far"), [(None, ()), ("bfloat16", ()), (None, ("fsdp",)), (None, ("expert",))]
 )
-def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(
-    letters, shape, axes, reduce_dtype, far
-):
-    """And its gradient is the sum of what every device asks for."""
+def test_gathers_all_but_stationary_axes(letters, shape, axes, reduce_dtype, far):
+    """The gradient of a gathered weight is the sum over devices."""
     mesh = make_mesh(axes)
     region = dataclasses.replace(Region.of(mesh), dcn_axes=far)
     spec = spec_of(letters, shape, mesh.shape)
     w = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     keep = kept_sharded_axes(letters)
-    whole = P(
+    stationary = P(
         *(
             keep.get(letter) and region.nontrivial_axes(keep[letter]) or None
             for letter in letters.split()
         )
     )
-    rest = tuple(a for a in region.nontrivial_axes(AXES) if not any(a in (e or ()) for e in whole))
+    rest = tuple(
+        a for a in region.nontrivial_axes(AXES) if not any(a in (e or ()) for e in stationary)
+    )
 
     def local(w):
         out, pull = jax.vjp(
             lambda w: gather(w, letters, spec, region, jnp.float32, reduce_dtype), w
         )
         weight = 1.0 + region.index(rest)
-        (asked,) = pull(jnp.full(out.shape, weight, jnp.float32))
-        # What is not gathered is replicated, and its gradient is left to the region's own sum.
+        (gradient,) = pull(jnp.full(out.shape, weight, jnp.float32))
+        # Dimensions that are not gathered are replicated, so the region sums their gradients.
         left = tuple(a for a in rest if not any(a in np.atleast_1d(e) for e in spec if e))
-        return out[None], region.psum(asked, left)
+        return out[None], region.psum(gradient, left)
 
     run = jax.shard_map(
-        local, mesh=mesh, in_specs=spec, out_specs=(P(rest, *whole), spec), check_vma=False
+        local, mesh=mesh, in_specs=spec, out_specs=(P(rest, *stationary), spec), check_vma=False
     )
     copies, gradient = jax.jit(run)(w)
     for copy in np.asarray(copies):
@@ -129,16 +129,16 @@ def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(
 
 
 @pytest.mark.parametrize("letters", ["d q", "q d", "q n hr"])
-def test_slices_send_each_other_a_device_s_part_of_a_weight(letters):
-    """Of a pair in two slices of four; the gradient takes the same way back."""
+def test_slices_exchange_only_device_shards(letters):
+    """Each of two slices of four devices sends a device's shards; the gradient returns them."""
     shape = {"d q": (48, 16), "q d": (16, 48), "q n hr": (48, 1, 16)}[letters]
     mesh = make_mesh(expert=4, fsdp=2)
     spec = spec_of(letters, shape, mesh.shape)
     region = dataclasses.replace(Region.of(mesh), dcn_axes=("fsdp",))
 
     def local(w):
-        whole, pull = jax.vjp(lambda w: gather(w, letters, spec, region, jnp.float32), w)
-        return whole[None], *pull(whole)
+        gathered, pull = jax.vjp(lambda w: gather(w, letters, spec, region, jnp.float32), w)
+        return gathered[None], *pull(gathered)
 
     run = jax.shard_map(
         local, mesh=mesh, in_specs=spec, out_specs=(P(("expert", "fsdp")), spec), check_vma=False
@@ -150,27 +150,27 @@ def test_slices_send_each_other_a_device_s_part_of_a_weight(letters):
 
 
 @pytest.mark.parametrize("shape", [(4, 16), (4, 16, 5), (4, 16, 3, 2)])
-def test_everyones_tokens_come_in_their_order_and_each_gets_its_own_gradient_back(shape):
+def test_gathers_sequence_in_order_and_sums_gradients(shape):
     mesh = make_mesh(data=2, context=2, tensor=2)
     region, cut = Region.of(mesh), P("data", ("context", "tensor"))
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    asked = np.cos(x)
+    cotangent = np.cos(x)
 
-    def local(x, asked):
-        whole, pull = jax.vjp(region.gather_sequence, x)
+    def local(x, cotangent):
+        gathered, pull = jax.vjp(region.gather_sequence, x)
         share = 1.0 + region.index(("context", "tensor"))
-        return whole, *pull(asked * share)
+        return gathered, *pull(cotangent * share)
 
     run = jax.shard_map(
         local, mesh=mesh, in_specs=(cut, P("data")), out_specs=(P("data"), cut), check_vma=False
     )
-    whole, gradient = jax.jit(run)(x, asked)
-    np.testing.assert_array_equal(whole, x)
-    np.testing.assert_allclose(gradient, asked * (1 + 2 + 3 + 4), rtol=1e-6)
+    gathered, gradient = jax.jit(run)(x, cotangent)
+    np.testing.assert_array_equal(gathered, x)
+    np.testing.assert_allclose(gradient, cotangent * (1 + 2 + 3 + 4), rtol=1e-6)
 
 
-def test_gradient_sums_can_be_wider_than_the_computation():
-    """256 + 1 is lost in bfloat16 and kept in float32."""
+def test_sums_gradients_in_reduce_dtype():
+    """256 + 1 is 256 in bfloat16."""
     mesh = make_mesh(fsdp=8)
     region, spec = Region.of(mesh), P("fsdp", None)
 

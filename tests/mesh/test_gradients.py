@@ -1,4 +1,4 @@
-"""One device or eight, however the axes are cut: the same loss, statistics and gradients."""
+"""Tests that loss, statistics and gradients on eight devices equal those of one, for all mesh axes."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from glm5_jax.parallel.tree import flatten
 from glm5_jax.training.gradients import gradient_function
 from tests.mesh import cases
 
-LONG = [
+LAYOUTS = [
     ("sparse", {"fsdp": 2, "expert": 2, "context": 2}),
     ("sparse", {"expert": 2, "context": 2, "tensor": 2}),
     ("dense", {"data": 2, "fsdp": 2, "context": 2}),
@@ -33,21 +33,21 @@ def name(value):
     return value if isinstance(value, str) else "-".join(f"{a}{n}" for a, n in value.items())
 
 
-def test_agrees_with_one_device_on_fsdp_expert_and_context():
-    """In one layer, of which nothing is recomputed; the vocabulary comes in parts."""
+def test_small_model_on_mesh_equals_one_device():
+    """The model has one layer, no remat, and a vocabulary in parts."""
     step = dataclasses.replace(cases.STEP, remat="none", vocab_block=16)
     compare(cases.small("sparse"), step, make_mesh(fsdp=2, expert=2, context=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "axes"), LONG, ids=name)
-def test_loss_and_gradients_equal_those_of_one_device(attention, axes):
+@pytest.mark.parametrize(("attention", "axes"), LAYOUTS, ids=name)
+def test_loss_and_gradients_on_mesh_equal_one_device(attention, axes):
     cfg, mesh = cases.config(attention), make_mesh(axes)
     compare(cfg, cases.STEP, mesh)
 
 
 def compare(cfg, step, mesh, frozen=()):
-    """frozen: weights without a gradient."""
+    """Checks loss and gradients on a mesh against one device; frozen: paths without a gradient."""
     shardings = glm5.param_shardings(cfg, mesh)
     params = jax.device_put(cases.params(cfg), shardings)
     run = jax.jit(gradient_function(cfg, step, mesh, frozen), out_shardings=(None, None, shardings))
@@ -74,7 +74,7 @@ def close(path, got, want):
 
 
 def assert_shards(path, leaf, mesh):
-    """Each device holds 1/n of the leaf, n being the product of the axes that its spec names."""
+    """Checks that each device holds 1/n of the leaf, where n is the product of its spec's axes."""
     names = [a for entry in leaf.sharding.spec if entry for a in np.atleast_1d(entry)]
     assert len(names) == len(set(names)), path
     parts = np.prod([mesh.shape[a] for a in names], dtype=int)
@@ -83,8 +83,8 @@ def assert_shards(path, leaf, mesh):
 
 
 @pytest.mark.slow
-def test_how_it_is_carried_out_leaves_the_gradients_as_they_are():
-    """Gradient accumulation, tokens that travel in chunks, layers that keep their matmul results."""
+def test_execution_options_do_not_change_gradients():
+    """The options are gradient accumulation, chunks of tokens, and remat that stores matmul results."""
     step = dataclasses.replace(cases.STEP, rows_per_device=1, token_chunk=8, remat="dots")
     compare(cases.config("sparse"), step, make_mesh(fsdp=2, expert=2, tensor=2))
 
@@ -99,20 +99,20 @@ LEVELS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axes", "slices"), LEVELS, ids=["2x4", "4x2", "2x2", "2x2 with context"])
-def test_tokens_that_cross_to_a_slice_once_leave_the_gradients_as_they_are(axes, slices):
+def test_expert_slices_do_not_change_gradients(axes, slices):
     step = dataclasses.replace(cases.STEP, expert_slices=slices)
     compare(cases.config("sparse"), step, make_mesh(axes, expert_slices=slices))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sparse", "dense"])
-def test_rows_that_are_dealt_by_their_cost_leave_the_gradients_as_they_are(attention):
-    """Of these, tests/training/test_row_balancing.py shows that some move."""
+def test_row_balancing_does_not_change_gradients(attention):
+    """tests/training/test_row_balancing.py checks that rows do move."""
     step = dataclasses.replace(cases.STEP, balance_rows=True, rows_per_device=2)
     compare(cases.config(attention), step, make_mesh(fsdp=2, context=2, tensor=2))
 
 
 @pytest.mark.slow
-def test_the_vocabulary_may_come_in_parts():
+def test_vocab_block_does_not_change_gradients():
     cfg, mesh = cases.config("dense"), make_mesh(fsdp=2, expert=2, context=2)
     compare(cfg, dataclasses.replace(cases.STEP, vocab_block=16), mesh)

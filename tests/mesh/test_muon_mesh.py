@@ -1,4 +1,4 @@
-"""Muon on 8 devices: the same update as on one, by exchange of blocks and never by a sum."""
+"""Tests that Muon on 8 devices, which exchange blocks, computes the update of one device."""
 
 import collections
 import functools
@@ -20,7 +20,7 @@ from glm5_jax.training import muon
 from glm5_jax.training.optimizer import OptimizerConfig, make_optimizer, state_shardings
 from tests.mesh import cases
 
-LEAVES = (  # one of every layout: batch, rows and columns sharded, together and alone
+LEAVES = (  # one of every layout: batch, rows and columns sharded, in all combinations
     r"moe_layers/attn/(q_a|q_b|k_b|o)$|dense_layers/attn/o|dense_layers/mlp/down"
     r"|moe_layers/experts/(gate|down)|router/weight|eh_proj"
 )
@@ -34,15 +34,15 @@ MESHES = [
 ]
 
 
-def choose(values, pattern=LEAVES):
+def select(values, pattern=LEAVES):
     return tree.unflatten({p: v for p, v in tree.flatten(values).items() if re.search(pattern, p)})
 
 
-LETTERS = choose(glm5.axis_letters(presets.tiny()))
-SHAPES = choose(glm5.abstract_params(presets.tiny()))
+LETTERS = select(glm5.axis_letters(presets.tiny()))
+SHAPES = select(glm5.abstract_params(presets.tiny()))
 
 
-def draw(shapes, seed=0):
+def random_tree(shapes, seed=0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32), shapes)
 
@@ -53,18 +53,18 @@ def orthogonalize(mesh=None, blocks="owned"):
 
 
 @functools.cache
-def alone():
-    return jax.jit(orthogonalize())(draw(SHAPES))
+def one_device_update():
+    return jax.jit(orthogonalize())(random_tree(SHAPES))
 
 
 @functools.cache
-def on_mesh(axes, carried="owned"):
-    """(compiled, update, {(r, c): number of blocks that one device iterates on})."""
+def on_mesh(axes, mode="owned"):
+    """Returns (compiled, update, {(r, c): number of blocks that one device iterates on})."""
     mesh, blocks = make_mesh(dict(axes)), collections.Counter()
-    name = {"owned": "apply_to_owned_blocks", "everywhere": "apply_to_gathered_blocks"}[carried]
+    name = {"owned": "apply_to_owned_blocks", "everywhere": "apply_to_gathered_blocks"}[mode]
     exchange = getattr(muon, name)
 
-    def recorded(function, *args):
+    def counting(function, *args):
         def count(x):
             blocks[tuple(sorted(x.shape[1:]))] += len(x)
             return function(x)
@@ -73,38 +73,38 @@ def on_mesh(axes, carried="owned"):
 
     shardings = cases.shardings_of(LETTERS, SHAPES, mesh)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, name, recorded)
-        function = orthogonalize(mesh, carried)
+        patch.setattr(muon, name, counting)
+        function = orthogonalize(mesh, mode)
         jitted = jax.jit(function, in_shardings=(shardings,), out_shardings=shardings)
         compiled = jitted.lower(SHAPES).compile()
-    return compiled, compiled(jax.device_put(draw(SHAPES), shardings)), blocks
+    return compiled, compiled(jax.device_put(random_tree(SHAPES), shardings)), blocks
 
 
-def keys(axes):
+def as_key(axes):
     return tuple(axes.items())
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_every_mesh_gives_the_update_of_one_device(axes):
-    got = tree.flatten(on_mesh(keys(axes))[1])
-    for path, want in tree.flatten(alone()).items():
+def test_muon_on_mesh_equals_one_device(axes):
+    got = tree.flatten(on_mesh(as_key(axes))[1])
+    for path, want in tree.flatten(one_device_update()).items():
         np.testing.assert_allclose(got[path], want, atol=1e-5, err_msg=path)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_blocks_are_exchanged_and_never_summed(axes):
-    text = on_mesh(keys(axes))[0].as_text()
-    found = {
+def test_exchanges_blocks_without_sums(axes):
+    text = on_mesh(as_key(axes))[0].as_text()
+    counts = {
         op: len(re.findall(rf" {op}(?:-start)?\(", text)) for op in ("all-to-all", "all-gather")
     }
     assert "all-reduce" not in text and "reduce-scatter" not in text
-    assert (found["all-to-all"] > 0) == (axes != {"data": 8})
-    if axes == {"fsdp": 2, "expert": 4}:  # no device holds a copy: nothing is gathered
-        assert found["all-gather"] == 0
+    assert (counts["all-to-all"] > 0) == (axes != {"data": 8})
+    if axes == {"fsdp": 2, "expert": 4}:  # no device holds a copy, so nothing is gathered
+        assert counts["all-gather"] == 0
 
 
 def num_blocks():
-    """{(r, c): number of such blocks in all weights}."""
+    """Returns {(r, c): number of such blocks in all weights}."""
     total = collections.Counter()
     for path, letters in tree.flatten(LETTERS).items():
         shape = tree.flatten(SHAPES)[path].shape
@@ -114,7 +114,7 @@ def num_blocks():
 
 
 def by_smaller_side(blocks):
-    """{r: number of blocks [r, c] or [c, r]}: those of one r may be worked on together."""
+    """Returns {r: number of blocks [r, c] or [c, r]}, since blocks of one r may be computed together."""
     total = collections.Counter()
     for (rows, _), num in blocks.items():
         total[rows] += num
@@ -122,20 +122,20 @@ def by_smaller_side(blocks):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_no_block_is_computed_twice(axes):
-    total, one_device = by_smaller_side(num_blocks()), by_smaller_side(on_mesh(keys(axes))[2])
+def test_computes_each_block_once(axes):
+    total, one_device = by_smaller_side(num_blocks()), by_smaller_side(on_mesh(as_key(axes))[2])
     assert one_device.keys() == total.keys()
     for rows, num in total.items():
-        incomplete = 3  # shares: one for every way in which such weights lie on the mesh
+        incomplete = 3  # partly filled shares, one for each sharding of such weights
         assert num <= 8 * one_device[rows] < num + 8 * incomplete, rows
 
 
-def test_weights_of_few_blocks_go_to_different_devices_and_are_worked_on_at_once():
-    """Four matrices `o` [192, 128], one `down` [384, 128] and one `eh_proj` [256, 128]."""
+def test_spreads_few_blocks_over_devices():
+    """There are four matrices `o` [192, 128], one `down` [384, 128] and one `eh_proj` [256, 128]."""
     few = {block: num for block, num in num_blocks().items() if block[0] == 128}
     assert few == {(128, 192): 4, (128, 384): 1, (128, 256): 1}
-    found = on_mesh(keys({"fsdp": 2, "expert": 4}))[2]
-    assert {block: num for block, num in found.items() if block[0] == 128} == {(128, 384): 1}
+    blocks = on_mesh(as_key({"fsdp": 2, "expert": 4}))[2]
+    assert {block: num for block, num in blocks.items() if block[0] == 128} == {(128, 384): 1}
 
 
 @pytest.mark.parametrize(
@@ -146,26 +146,26 @@ def test_weights_of_few_blocks_go_to_different_devices_and_are_worked_on_at_once
     ],
     ids=str,
 )
-def test_what_owners_alone_compute_saves_every_other_device_its_share(axes):
-    """Zero-redundant Muon beside the plain one, where all that hold a part of a block compute it."""
-    _, update, everywhere = on_mesh(keys(axes), "everywhere")
-    got, owned = tree.flatten(update), on_mesh(keys(axes))[2]
-    for path, want in tree.flatten(alone()).items():
+def test_owned_blocks_save_work_of_gathered_blocks(axes):
+    """With gathered blocks all devices with a part of a block compute it, with owned blocks only one."""
+    _, update, everywhere = on_mesh(as_key(axes), "everywhere")
+    got, owned = tree.flatten(update), on_mesh(as_key(axes))[2]
+    for path, want in tree.flatten(one_device_update()).items():
         np.testing.assert_allclose(got[path], want, atol=1e-5, err_msg=path)
-    if axes == {"fsdp": 8}:  # which cuts every matrix: each is computed eight times
+    if axes == {"fsdp": 8}:  # shards every matrix, so each is computed eight times
         assert everywhere == num_blocks()
     everywhere, owned = by_smaller_side(everywhere), by_smaller_side(owned)
     assert all(everywhere[rows] > owned[rows] for rows in owned)
 
 
-def test_the_whole_optimizer_on_a_mesh():
+def test_full_optimizer_on_mesh_equals_one_device():
     cfg, pattern = (
         presets.tiny(),
         r"moe_layers/(attn/q_b|attn_norm|experts/up|router|indexer)|embed",
     )
     letters, shapes = (
-        choose(glm5.axis_letters(cfg), pattern),
-        choose(glm5.abstract_params(cfg), pattern),
+        select(glm5.axis_letters(cfg), pattern),
+        select(glm5.abstract_params(cfg), pattern),
     )
     config, mesh = OptimizerConfig(ns_dtype="float32"), make_mesh(fsdp=2, expert=4)
     placed = cases.shardings_of(letters, shapes, mesh)
@@ -181,14 +181,14 @@ def test_the_whole_optimizer_on_a_mesh():
             return jax.tree.map(lambda p, u: p + 0.1 * u, params, updates), state
 
         out = None if mesh is None else (placed, moments)
-        step, params = jax.jit(step, out_shardings=out), place(draw(shapes))
+        step, params = jax.jit(step, out_shardings=out), place(random_tree(shapes))
         state = jax.jit(tx.init, out_shardings=moments)(params)
         for seed in (1, 2):
-            params, state = step(params, state, place(draw(shapes, seed)))
+            params, state = step(params, state, place(random_tree(shapes, seed)))
         assert step._cache_size() == 1
         text = step.lower(params, state, params).compile().as_text()
         sums = re.findall(r"= (\S+|\(.*?\)) all-reduce(?:-start)?\(", text)
-        assert not re.search(r"\[\d", "".join(sums))  # of numbers only: the norms that clip
+        assert not re.search(r"\[\d", "".join(sums))  # sums of scalars only, the norms for clipping
         assert mesh is None or sums
         return tree.flatten(params), tree.flatten(state)
 
@@ -200,18 +200,18 @@ def test_the_whole_optimizer_on_a_mesh():
     scalars = [x for x in state.values() if x.ndim == 0]
     assert len(scalars) == 2 and all(x.sharding.is_fully_replicated for x in scalars)
     for path, sharding in tree.flatten(placed).items():
-        kept = [x for p, x in state.items() if p.endswith("/" + path)]
+        moments_of_weight = [x for p, x in state.items() if p.endswith("/" + path)]
         muon_or_frozen = re.search(r"attn/q_b|experts/up|router/weight", path)
         number = 0 if path.endswith("router/bias") else 1 if muon_or_frozen else 2
-        assert len(kept) == number, path
-        for x in kept:
+        assert len(moments_of_weight) == number, path
+        for x in moments_of_weight:
             assert x.sharding == sharding and x.shape == tree.flatten(shapes)[path].shape
 
 
-def test_the_largest_weights_lower_on_1024_devices():
+def test_largest_weights_lower_on_1024_devices():
     cfg = presets.glm5()
-    letters = choose(glm5.axis_letters(cfg), r"moe_layers/(attn/o|experts/gate)$")
-    shapes = choose(glm5.abstract_params(cfg), r"moe_layers/(attn/o|experts/gate)$")
+    letters = select(glm5.axis_letters(cfg), r"moe_layers/(attn/o|experts/gate)$")
+    shapes = select(glm5.abstract_params(cfg), r"moe_layers/(attn/o|experts/gate)$")
     mesh = jax.sharding.AbstractMesh((1, 16, 64, 1, 1), AXES, (AxisType.Auto,) * 5)
     tx = muon.orthogonalize(letters, mesh=mesh)
     args = jax.tree.map(
@@ -222,6 +222,6 @@ def test_the_largest_weights_lower_on_1024_devices():
     traced = jax.jit(lambda updates: tx.update(updates, optax.EmptyState())[0]).trace(args)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     exchanged = re.findall(r"all_to_all.*: \(tensor<(\w+)>\)", text)
-    assert len(exchanged) == 4  # each weight there and back
-    # 75 x 4 experts over the 16 devices that share them; 75 matrices o over all 1,024.
+    assert len(exchanged) == 4  # each weight to its owners and back
+    # 75 x 4 experts over the 16 devices that share them; 75 matrices `o` over all 1,024.
     assert {x for x in exchanged} == {"304x384x2048xbf16", "1024x1x256x384xbf16"}

@@ -1,4 +1,4 @@
-"""Experts become int4 on the shards that hold them, which gives what one device gives."""
+"""Tests that int4 experts quantized on their shards equal those of one device."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ STEP = dataclasses.replace(cases.step_of(SMALL), remat="none")
 
 
 @pytest.mark.slow
-def test_agrees_with_one_device_on_fsdp_expert_and_tensor():
+def test_int4_experts_on_mesh_equal_one_device():
     compare(SMALL, STEP, make_mesh(fsdp=2, expert=2, tensor=2))
 
 
-def test_adds_microbatches_up_on_whole_weights_and_data_fsdp_and_context():
+def test_accumulates_int4_experts_on_mesh():
     step = dataclasses.replace(STEP, rows_per_device=1, accumulate="local", reduce_dtype="float32")
     compare(SMALL, step, make_mesh(data=2, fsdp=2, context=2))
 
@@ -32,7 +32,7 @@ def test_adds_microbatches_up_on_whole_weights_and_data_fsdp_and_context():
     ],
     ids=name,
 )
-def test_loss_and_gradients_equal_those_of_one_device(axes):
+def test_int4_gradients_on_mesh_equal_one_device(axes):
     few = dict(num_hidden_layers=2, index_topk=None, indexer_types=None)
     cfg = cases.config("dense", int4_group=2, **few)
     compare(cfg, cases.step_of(cfg), make_mesh(axes))

@@ -1,4 +1,4 @@
-"""Weights from the trainer's mesh to engines on other devices of the same process, and from it to the network."""
+"""Tests of weight pushes from the trainer's mesh to engines in the same process and over the network."""
 
 import json
 import os
@@ -16,14 +16,15 @@ from glm5_jax.checkpoint.manifest import transfer_dtypes
 from glm5_jax.inference import runner
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import table
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.parallel.tree import flatten, map_with_path
 from glm5_jax.rl.weights import reshard
-from glm5_jax.rl.weights.pusher import NotPushed, SyncConfig
-from glm5_jax.rl.weights.reshard import Reshard, fingerprint
-from glm5_jax.rl.weights.weight_sync import Network, SharedStorage
+from glm5_jax.rl.weights.pusher import PushFailed, SyncConfig
+from glm5_jax.rl.weights.reshard import ReshardPusher, fingerprint
+from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.checkpoint.test_hf_export import UNCACHED
 from tests.contracts.source_tree import ROOT
@@ -36,26 +37,28 @@ TRAINER = {"fsdp": 2, "expert": 2}
 
 
 def trainer(cfg=CFG):
-    """Float32 weights on the first four devices."""
+    """Returns float32 weights on the first four devices."""
     mesh = make_mesh(TRAINER, devices=jax.devices()[:4])
     params = jax.tree.map(lambda x: x * 1.25, cases.params(cfg))
     return jax.device_put(params, glm5.param_shardings(cfg, mesh))
 
 
-def engine(axes=None, devices=None, held=None, cfg=CFG):
-    """On a mesh of other devices, on one of them, or on the default one."""
-    held = cases.params(cfg) if held is None else held
+def engine(axes=None, devices=None, params=None, cfg=CFG):
+    """Returns an engine on a mesh of these devices, on the first of them, or on the default one."""
+    params = cases.params(cfg) if params is None else params
     mesh = axes and make_mesh(axes, devices=devices)
     if mesh:
-        held = jax.device_put(held, glm5.param_shardings(cfg, mesh, held))
+        params = jax.device_put(params, glm5.param_shardings(cfg, mesh, params))
     elif devices:
-        held = jax.device_put(held, devices[0])
-    return Engine(glm5.Glm5(cfg, params=held, mesh=mesh), Tokenizer.default(), **OPTIONS)
+        params = jax.device_put(params, devices[0])
+    return Engine(
+        glm5.Glm5(cfg, params=params, mesh=mesh), Tokenizer.default(), EngineConfig(**OPTIONS)
+    )
 
 
 def assert_same(one, other):
-    """Bit by bit, in the same places."""
-    got, want = (flatten(own.computation.params) for own in (one, other))
+    """Checks that the weights of two engines are bitwise equal and lie on the same devices."""
+    got, want = (flatten(engine.computation.params) for engine in (one, other))
     assert got.keys() == want.keys()
     for path in want:
         for a, b in zip(*map(jax.tree.leaves, (got[path], want[path]))):
@@ -63,9 +66,9 @@ def assert_same(one, other):
             assert a.sharding == b.sharding and a.committed == b.committed, path
 
 
-PLACES = {
+TARGETS = {
     "other devices": ({"expert": 2, "tensor": 2}, slice(4, 8)),
-    "the trainer's devices, cut otherwise": ({"expert": 4}, slice(0, 4)),
+    "the trainer's devices, other sharding": ({"expert": 4}, slice(0, 4)),
     "all devices": ({"data": 2, "fsdp": 2, "expert": 2}, slice(0, 8)),
     "one other device": (None, slice(7, 8)),
     "the default device": (None, None),
@@ -73,105 +76,105 @@ PLACES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_engines_get_the_trainer_s_bits_where_theirs_lie(place):
-    axes, where = PLACES[place]
+@pytest.mark.parametrize("place", TARGETS)
+def test_reshard_preserves_bits_and_engine_sharding(place):
+    axes, where = TARGETS[place]
     devices = where and jax.devices()[where]
-    held, params = engine(axes, devices), trainer()
-    pushed = Reshard([held]).push(params, 3)
+    receiver, params = engine(axes, devices), trainer()
+    pushed = ReshardPusher([receiver]).push(params, 3)
     want = engine(axes, devices)
     want.update_weights(jax.tree.map(np.asarray, params), 3)
-    assert_same(held, want)
-    assert pushed.bytes == sum(
+    assert_same(receiver, want)
+    assert pushed.sent_bytes == sum(
         x.size * (4 if "router/" in path else 2) for path, x in flatten(params).items()
     )
     for leaf in jax.tree.leaves(params):
-        leaf.delete()  # as the next step does, which writes over them
-    assert_same(held, want)
+        leaf.delete()  # the next step donates them
+    assert_same(receiver, want)
 
 
 @pytest.mark.slow
-def test_several_engines_tell_one_checksum():
-    held = [engine({"expert": 2}, jax.devices()[4:6]), engine(None, jax.devices()[6:7])]
-    pusher, params = Reshard(held), trainer()
+def test_engines_report_one_checksum():
+    engines = [engine({"expert": 2}, jax.devices()[4:6]), engine(None, jax.devices()[6:7])]
+    pusher, params = ReshardPusher(engines), trainer()
     pushed = pusher.push(params, 3)
-    assert [own.how for own in pushed.engines] == ["whole"] * 2
+    assert [ack.mode for ack in pushed.acks] == ["full"] * 2
     assert pusher.push(params, 3).checksum == pushed.checksum
     assert pusher.push(jax.tree.map(lambda x: x * 2, params), 4).checksum != pushed.checksum
 
 
 @pytest.mark.slow
-def test_quantised_engines_quantise_what_arrives_and_leave_it_where_theirs_lies():
+def test_quantized_engine_quantizes_received_weights():
     quantised, cfg = table.quantise(cases.params(CFG), CFG, 4)
     axes, devices = {"expert": 2, "tensor": 2}, jax.devices()[4:]
-    held, params = engine(axes, devices, quantised, cfg), trainer()
-    Reshard([held]).push(params, 1)
+    receiver, params = engine(axes, devices, quantised, cfg), trainer()
+    ReshardPusher([receiver]).push(params, 1)
     kinds = transfer_dtypes(cfg)
     narrow = map_with_path(lambda path, x: jnp.asarray(np.asarray(x), kinds[path]), params)
-    assert_same(held, engine(axes, devices, table.quantise(narrow, CFG, 4)[0], cfg))
+    assert_same(receiver, engine(axes, devices, table.quantise(narrow, CFG, 4)[0], cfg))
 
 
 @pytest.mark.slow
-def test_no_second_copy_of_the_model_is_made(monkeypatch):
-    """Neither where it comes from nor where it goes, at any time."""
+def test_reshard_makes_no_second_model_copy(monkeypatch):
     devices = jax.devices()[4:]
-    held, params = engine({"expert": 4}, devices, cfg=LARGER), trainer(LARGER)
+    receiver, params = engine({"expert": 4}, devices, cfg=LARGER), trainer(LARGER)
     size = {path: x.size * 2 for path, x in flatten(params).items()}
     limit = sorted(size.values())[-2]
     monkeypatch.setattr(runner, "MAX_LOAD_BYTES", limit)
-    original, most = reshard.fingerprint, {"there": [], "here": []}
+    sides = {"engine": set(devices), "trainer": set(jax.devices()[:4])}
 
-    def on(where):
-        # By their place: a shard that was looked at is an array of its own, too.
-        found = {
+    def live_bytes(side):
+        # By address, because an accessed shard is also an array.
+        buffers = {
             shard.data.unsafe_buffer_pointer(): shard.data.nbytes
             for x in jax.live_arrays()
             for shard in x.addressable_shards
-            if shard.device in where
+            if shard.device in sides[side]
         }
-        return sum(found.values())
+        return sum(buffers.values())
 
-    def watched(x):
-        """Called of each weight that was cast, and of each that has arrived."""
-        most["there"].append(on(set(devices)))
-        most["here"].append(on(set(jax.devices()[:4])))
+    original, peaks = reshard.fingerprint, {side: [] for side in sides}
+
+    def recording(x):
+        """Is called for each weight after its cast and after its transfer."""
+        for side in sides:
+            peaks[side].append(live_bytes(side))
         return original(x)
 
-    monkeypatch.setattr(reshard, "fingerprint", watched)
-    before = on(set(devices)), on(set(jax.devices()[:4]))
-    Reshard([held]).push(params, 3)
-    # On a device there may be copies: what is counted is of all four.
+    monkeypatch.setattr(reshard, "fingerprint", recording)
+    before = {side: live_bytes(side) for side in sides}
+    ReshardPusher([receiver]).push(params, 3)
+    # Each of a side's four devices may hold two copies of the largest weight.
     spare = 4 * 2 * max(max(size.values()), limit) / 4 + 2**16
-    whole = sum(size.values())
-    assert whole > 2 * spare
-    for name, start in zip(("there", "here"), before):
-        assert max(most[name]) - start < spare, name
+    assert sum(size.values()) > 2 * spare
+    for side in sides:
+        assert max(peaks[side]) - before[side] < spare, side
 
 
-def test_fingerprints_do_not_depend_on_how_an_array_is_cut():
+def test_fingerprint_does_not_depend_on_sharding():
     params = trainer()
     for path in ("embed/weight", "final_norm", "moe_layers/attn/q_b", "moe_layers/experts/down"):
         x = flatten(params)[path]
         np.testing.assert_array_equal(fingerprint(x), fingerprint(np.asarray(x)), err_msg=path)
 
 
-def test_a_mesh_pushes_over_the_network_and_through_a_folder(tmp_path):
+def test_mesh_pushes_over_network_and_shared_storage(tmp_path):
     params, want = trainer(), engine({"expert": 4}, jax.devices()[4:])
     want.update_weights(jax.tree.map(np.asarray, params), 1)
-    held = engine({"expert": 4}, jax.devices()[4:])
+    receiver = engine({"expert": 4}, jax.devices()[4:])
     loader = models.make_weight_loader(glm5.Glm5(CFG, params=cases.params(CFG)))
     config = SyncConfig(bucket_bytes=2**14)
-    with Server(held, Tokenizer.default(), ServerConfig(port=0), loader).running() as url:
-        one = Network(CFG, [url], config).push(params, 1)
-        assert_same(held, want)
-        held.update_weights(cases.params(CFG), 0)
-        other = SharedStorage(CFG, tmp_path, [url], config).push(params, 1)
-        assert_same(held, want)
+    with Server(receiver, Tokenizer.default(), ServerConfig(port=0), loader).running() as url:
+        one = NetworkPusher(CFG, [url], config).push(params, 1)
+        assert_same(receiver, want)
+        receiver.update_weights(cases.params(CFG), 0)
+        other = SharedStoragePusher(CFG, tmp_path, [url], config).push(params, 1)
+        assert_same(receiver, want)
     assert one.checksum == other.checksum
 
 
 def pushes_of_one_process(url: str, folder: str) -> None:
-    """What each process of a pod of four devices does, in the test below."""
+    """Pushes weights from one process of a pod, for the test below."""
     mesh = make_mesh(TRAINER)
 
     def place(x, sharding):
@@ -179,28 +182,28 @@ def pushes_of_one_process(url: str, folder: str) -> None:
 
     params = jax.tree.map(place, cases.params(CFG), glm5.param_shardings(CFG, mesh))
     assert not params["moe_layers"]["experts"]["down"].is_fully_addressable
-    pusher = Network(CFG, [url], SyncConfig(bucket_bytes=2**14, delta=True))
-    found = [pusher.push(params, 1), pusher.push(params, 1), pusher.push(params, 2)]
-    for version in (1, 2):  # older than what is held, then as it is
-        storage = SharedStorage(CFG, folder, [url])
+    pusher = NetworkPusher(CFG, [url], SyncConfig(bucket_bytes=2**14, delta=True))
+    results = [pusher.push(params, 1), pusher.push(params, 1), pusher.push(params, 2)]
+    for version in (1, 2):  # an older version than the engine's, then the same
+        storage = SharedStoragePusher(CFG, folder, [url])
         try:
-            found.append(storage.push(params, version))
-        except NotPushed as refused:
-            print("told", json.dumps(str(refused)))
+            results.append(storage.push(params, version))
+        except PushFailed as error:
+            print("result", json.dumps(str(error)))
     with pytest.raises(ValueError, match="this pod has 2 processes"):
-        Reshard([None])
-    for own in found:
-        hows = [told.how for told in own.engines]
-        print("told", json.dumps([own.version, own.checksum, own.bytes, hows]))
+        ReshardPusher([None])
+    for push in results:
+        modes = [ack.mode for ack in push.acks]
+        print("result", json.dumps([push.version, push.checksum, push.sent_bytes, modes]))
 
 
 @pytest.mark.slow
-def test_a_pod_pushes_what_its_processes_have_together(tmp_path):
-    held = engine({"expert": 4}, jax.devices()[4:])
+def test_processes_of_pod_push_weights_together(tmp_path):
+    receiver = engine({"expert": 4}, jax.devices()[4:])
     want = engine({"expert": 4}, jax.devices()[4:])
     want.update_weights(jax.tree.map(np.asarray, trainer()), 1)
     loader = models.make_weight_loader(glm5.Glm5(CFG, params=cases.params(CFG)))
-    with Server(held, Tokenizer.default(), ServerConfig(port=0), loader).running() as url:
+    with Server(receiver, Tokenizer.default(), ServerConfig(port=0), loader).running() as url:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
@@ -211,7 +214,7 @@ jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
 from tests.mesh.test_weight_sync_mesh import pushes_of_one_process
 pushes_of_one_process("{url}", "{tmp_path}")
 """
-        started = [
+        processes = [
             subprocess.Popen(
                 [sys.executable, "-c", code, str(i)],
                 cwd=ROOT,
@@ -221,14 +224,18 @@ pushes_of_one_process("{url}", "{tmp_path}")
             )
             for i in range(2)
         ]
-        said = [process.communicate(timeout=300)[0].splitlines() for process in started]
-        assert [process.returncode for process in started] == [0, 0]
-    said = [[line[5:] for line in own if line.startswith("told ")] for own in said]
-    assert said[0] == said[1]
-    refused, *found = map(json.loads, said[0])
-    assert "version 2 is held, 1 is older" in refused
-    assert [own[0] for own in found] == [1, 1, 2, 2]
-    assert [own[3] for own in found] == [["whole"], ["held"], ["changes"], ["whole"]]
-    assert len({own[1] for own in found}) == 1 and found[1][2] == found[2][2] == 0
-    assert_same(held, want)
-    assert held.version == 2
+        outputs = [process.communicate(timeout=300)[0].splitlines() for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
+    first, second = (
+        [line.removeprefix("result ") for line in output if line.startswith("result ")]
+        for output in outputs
+    )
+    assert first == second
+    error, *pushes = map(json.loads, first)
+    assert "version 2 is held, 1 is older" in error
+    versions, checksums, sent_bytes, modes = zip(*pushes)
+    assert versions == (1, 1, 2, 2) and len(set(checksums)) == 1
+    assert modes == (["full"], ["current"], ["delta"], ["full"])
+    assert sent_bytes[1] == sent_bytes[2] == 0
+    assert_same(receiver, want)
+    assert receiver.version == 2

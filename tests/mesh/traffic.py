@@ -1,4 +1,4 @@
-"""Bytes that a traced program sends between devices, with its loops multiplied out."""
+"""Counts the bytes that a traced program sends between devices, including the trips of loops."""
 
 import collections
 import math
@@ -11,8 +11,10 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "all_to_all", "ragged_all
 
 
 def traffic(function, *args) -> collections.Counter:
-    """{(collective, its mesh axes): bytes of its results on one device}; of a branch the most, a loop whose end is
-    known at run time alone counts once."""
+    """Returns {(collective, mesh axes): bytes of its results on one device}.
+
+    A cond counts as its largest branch, a while loop as one trip.
+    """
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 

@@ -1,4 +1,4 @@
-"""Charts: valid SVG in the page's own colours, with every label."""
+"""Tests of charts: valid SVG with all labels in the page's colours."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -6,8 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from glm5_jax.metrics import charts
-from glm5_jax.training import report
+from glm5_jax.metrics import charts, html_page
 
 X = list(range(1, 101))
 Y = [5.0 / x + 1 for x in X]
@@ -16,7 +15,7 @@ Y = [5.0 / x + 1 for x in X]
 @pytest.mark.parametrize(
     "options", [{}, {"log": True}, {"smooth": True}, {"levels": (("bigram", 2.0),)}]
 )
-def test_a_line_chart_is_svg_with_its_labels(options):
+def test_line_chart_is_svg_with_labels(options):
     svg = charts.line_chart([("model", X, Y), ("other", X[:9], Y[:9])], y_label="loss", **options)
     ElementTree.fromstring(svg)
     for word in (
@@ -29,7 +28,7 @@ def test_a_line_chart_is_svg_with_its_labels(options):
         assert f">{word}</text>" in svg
 
 
-def test_a_span_chart_has_a_bar_for_every_span():
+def test_span_chart_has_bar_per_span():
     svg = charts.span_chart(
         {"host": [(0, 1), (2, 3), (4, 5)], "device": [(1, 3)]}, x_label="ms", y_label="steps"
     )
@@ -39,38 +38,38 @@ def test_a_span_chart_has_a_bar_for_every_span():
     assert len(re.findall(r"fill: var\(--series-2\)", svg)) == 1
 
 
-def test_every_colour_is_a_variable_of_the_page():
+def test_uses_colour_variables_of_page():
     lines = [(str(i), X, Y) for i in range(charts.NUM_COLOURS + 1)]
     svg = charts.line_chart(lines, smooth=True, levels=(("a", 1.0),))
     assert not re.search(r"(fill|stroke): #", svg)
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", svg))
     series = {f"--series-{i + 1}" for i in range(charts.NUM_COLOURS)}
     assert used == {"--muted", "--line"} | series
-    page = report.page("title", [])
+    page = html_page.render("title", "", [])
     assert all(page.count(f"{name}:") == 2 for name in series), "light and dark"
 
 
-def test_charts_of_one_page_do_not_share_ids_and_are_the_same_every_time():
+def test_ids_are_unique_and_reproducible():
     one, two = (charts.line_chart([(name, X, Y)], y_label=name) for name in "ab")
     ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in (one, two)]
     assert ids[0] and not ids[0] & ids[1]
     assert one == charts.line_chart([("a", X, Y)], y_label="a")
 
 
-def test_long_lines_are_thinned():
+def test_thins_long_lines():
     many = list(range(100_000))
     assert len(charts.line_chart([("a", many, many)])) < 60_000
 
 
 @pytest.mark.parametrize("line", [Y, Y[::-1]], ids=["at the bottom", "at the top"])
-def test_labels_at_the_end_do_not_overlap(line):
+def test_end_labels_do_not_overlap(line):
     svg = charts.line_chart([(f"line{i}", X, [y + i / 1000 for y in line]) for i in range(4)])
     places = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>line\d', svg)]
     assert len(places) == 4
     assert np.diff(sorted(places)).min() > 8
 
 
-def test_draws_band_around_its_line_and_leaves_colours_of_others_to_line_without_points():
+def test_draws_band_in_colour_of_its_line():
     lines = [("none", [], []), ("b", [0, 1], [3.0, 2.0]), ("c", [0, 1], [1.0, 2.0])]
     assert "fill-opacity: 0.18" not in charts.line_chart(lines)
     svg = charts.line_chart(lines, bands=(([], []), ([2.0, 1.0], [4.0, 3.0])))
@@ -79,7 +78,7 @@ def test_draws_band_around_its_line_and_leaves_colours_of_others_to_line_without
     assert re.findall(r"fill: var\(--series-(\d)\)[^\"]*fill-opacity: 0.18", svg) == ["2"]
 
 
-def test_a_heat_map_has_a_row_per_layer():
+def test_heat_map_has_row_per_layer():
     svg = charts.heat_map(
         np.arange(6.0).reshape(3, 2), [10, 20], y_label="load", rows=["a", "b", "c"], low=0, high=5
     )
@@ -94,7 +93,7 @@ def test_shortens_numbers():
     assert {value: charts.short_number(value) for value in values} == values
 
 
-def test_centres_running_mean_and_keeps_its_ends():
+def test_running_mean_is_centred_and_exact_at_ends():
     y = np.arange(10.0)
     np.testing.assert_allclose(charts.running_mean(y, 2), y)
     np.testing.assert_allclose(charts.running_mean(np.array([0.0, 3.0, 0.0]), 5), [0, 1, 0])

@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard hold each step once, whatever happened to the process."""
+"""Tests that metrics.jsonl and TensorBoard hold each step once, also after restarts."""
 
 import json
 import struct
@@ -16,14 +16,14 @@ def write(workdir, steps, after=0):
         log.flush()
 
 
-def test_rows_come_back_exactly(tmp_path):
+def test_reads_rows_exactly(tmp_path):
     write(tmp_path, range(1, 4))
     assert read(tmp_path)[1] == {"step": 2, "loss": 2 / 3, "load": [1.0, 2]}
     assert column(read(tmp_path), "loss") == ([1, 2, 3], [1 / 3, 2 / 3, 1.0])
     assert column(read(tmp_path), "absent") == ([], [])
 
 
-def test_resuming_drops_later_rows_and_a_line_cut_off(tmp_path):
+def test_resuming_drops_later_rows_and_incomplete_line(tmp_path):
     write(tmp_path, range(1, 6))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
@@ -32,14 +32,14 @@ def test_resuming_drops_later_rows_and_a_line_cut_off(tmp_path):
     assert [row["step"] for row in read(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_starting_anew_begins_an_empty_file(tmp_path):
+def test_new_run_clears_file(tmp_path):
     write(tmp_path, [1, 2])
     write(tmp_path, [1])
     assert [row["step"] for row in read(tmp_path)] == [1]
     assert read(tmp_path / "nothing") == []
 
 
-def test_numbers_that_are_not_finite_are_null_and_the_file_stays_json(tmp_path):
+def test_writes_non_finite_numbers_as_null(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write({"step": 1, "loss": float("nan"), "load": [float("inf"), 1.0]})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -51,7 +51,7 @@ def test_numbers_that_are_not_finite_are_null_and_the_file_stays_json(tmp_path):
     assert column(read(tmp_path), "loss") == ([], [])
 
 
-def test_tensorboard_has_the_same_numbers_and_hides_what_a_restart_repeats(tmp_path):
+def test_tensorboard_hides_steps_repeated_after_restart(tmp_path):
     write(tmp_path, [1, 2])
     write(tmp_path, [2], after=1)
     files = sorted((tmp_path / "tensorboard").iterdir(), key=lambda f: f.name[-9:])

@@ -1,4 +1,4 @@
-"""The goldens of transformers as our model sees them, and a forward that shows its inside."""
+"""Goldens of transformers in the model's layout, and a forward that records intermediate results."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from glm5_jax.checkpoint import hf_import, hf_names
 from glm5_jax.config import ModelConfig
-from glm5_jax.model import block, glm5
+from glm5_jax.model import attention, attention_kinds, block, decoder, glm5, moe
 from pallas_kernels.lightning_indexer import index_scores
 
 FOLDER = pathlib.Path(__file__).parents[1] / "goldens"
@@ -21,7 +21,7 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/arrays.npz"))
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """One folder: config and float32 parameters as we load them, arrays as transformers gave them."""
+    """One golden: the imported config and float32 parameters, and the arrays that transformers computed."""
 
     name: str
     cfg: ModelConfig
@@ -34,12 +34,12 @@ class Golden:
         return self.arrays["input_ids"].astype(np.int32)
 
     def prompt_of(self, continuation: str) -> np.ndarray:
-        """The prompt of gen_long_ids, gen_short_ids or pad_gen_ids."""
+        """Returns the prompt of gen_long_ids, gen_short_ids or pad_gen_ids."""
         new = self.arrays["gen_long_logits"].shape[1]
         return self.arrays[continuation][:, :-new].astype(np.int32)
 
-    def as_float64(self):
-        """(config, params) for float64, as NumPy arrays."""
+    def to_float64(self):
+        """Returns (config, params) for float64, as NumPy arrays."""
         cfg = dataclasses.replace(self.cfg, dtype="float64")
         return cfg, jax.tree.map(lambda x: np.asarray(x, np.float64), self.params)
 
@@ -53,8 +53,8 @@ def load(name: str) -> Golden:
     return Golden(name, cfg, params, dict(np.load(folder / "arrays.npz")), meta)
 
 
-def under_hf_names(cfg, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays by leaf path, as transformers holds them in memory: its names, experts fused."""
+def to_hf_names(cfg, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Converts arrays by leaf path to transformers' names, with fused experts."""
     out, every_layer = {}, frozenset(range(cfg.num_hidden_layers))
     for piece in hf_names.pieces(
         cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg), every_layer
@@ -67,45 +67,44 @@ def under_hf_names(cfg, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @functools.cache
 def traced_forward(cfg):
-    """A compiled f(params, tokens, segments, positions) -> (Output, what the layers computed).
+    """Returns a compiled f(params, tokens, segments, positions) -> (Output, intermediate results).
 
-    The layers run one by one instead of in a scan. The dict holds lists in layer order:
-    hidden_states, attn_out, mlp_out, topk (int32[b t k] or None), index_scores (of full layers),
-    routing (of MoE layers).
+    The layers run in a loop instead of a scan. The results are lists in layer order: hidden_states, attn_out,
+    mlp_out, topk (int32 [b t k] or None), index_scores (full layers), routing (MoE layers).
     """
 
     def run(params, tokens, segments, positions):
         seen = collections.defaultdict(list)
         feed_forwards = []
 
-        def spy(module, name, look):
+        def record(module, name, callback):
             plain = getattr(module, name)
 
-            def spied(*args, **kwargs):
+            def recording(*args, **kwargs):
                 out = plain(*args, **kwargs)
-                look(args, out)
+                callback(args, out)
                 return out
 
-            return mock.patch.object(module, name, spied)
+            return mock.patch.object(module, name, recording)
 
-        def look_at_layer(args, out):
+        def record_layer(args, out):
             seen["hidden_states"].append(out[0])
-            # A mixture ends after the shared expert inside it.
+            # A mixture of experts also calls mlp for its shared expert, so the last output counts.
             seen["mlp_out"].append(feed_forwards[-1])
 
         with (
-            spy(glm5, "block", look_at_layer),
-            spy(glm5, "embed", lambda args, out: seen["hidden_states"].append(out)),
-            spy(block, "attention", lambda args, out: seen["attn_out"].append(out[0])),
-            spy(block, "mla", lambda args, out: seen["topk"].append(args[5])),
-            spy(
-                block,
+            record(decoder, "block", record_layer),
+            record(decoder, "embed", lambda args, out: seen["hidden_states"].append(out)),
+            record(attention_kinds, "attention", lambda args, out: seen["attn_out"].append(out[0])),
+            record(attention, "mla", lambda args, out: seen["topk"].append(args[5])),
+            record(
+                attention,
                 "lightning_indexer",
                 lambda args, _: seen["index_scores"].append(_scores(*args)),
             ),
-            spy(block, "mlp", lambda args, out: feed_forwards.append(out)),
-            spy(block, "moe", lambda args, out: feed_forwards.append(out[0])),
-            spy(block, "route", lambda args, out: seen["routing"].append(out)),
+            record(block, "mlp", lambda args, out: feed_forwards.append(out)),
+            record(block, "moe", lambda args, out: feed_forwards.append(out[0])),
+            record(moe, "route", lambda args, out: seen["routing"].append(out)),
         ):
             out = glm5.forward(params, tokens, cfg, positions=positions, segment_ids=segments)
         return out, dict(seen)

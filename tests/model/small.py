@@ -1,4 +1,4 @@
-"""The smallest model that decodes: what tests of text, scores and drafts have in common."""
+"""Config of the smallest model that decodes, for tests of text, scores and drafts."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from glm5_jax.config import ModelConfig
 
 
 def one_layer(**changes) -> ModelConfig:
-    """One dense layer of width 16 over all keys, and text that never ends; changes: other fields."""
+    """Returns a config of one dense layer of width 16 without end tokens; changes: other fields."""
     base = dataclasses.replace(
         presets.tiny(),
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""Models whose layers mix full attention, windows and linear attention, on MLA's and on GQA's projections."""
+"""Tests of models that mix full attention, windows and linear attention, on MLA's and GQA's projections."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from glm5_jax.model import generate as decoding, glm5
 from glm5_jax.model.ablations.convert import add_missing_weights, convert
 from glm5_jax.model.ablations.layer import linear_attention
 from glm5_jax.model.cache import init_cache
+from glm5_jax.model.context import ForwardContext
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.generate import generate
 from glm5_jax.parallel.mesh import Region, make_mesh
@@ -50,12 +51,12 @@ MODELS = {
 }
 B, T, NEW = 2, 20, 4
 EXECUTION = ExecutionConfig(query_block=8)
-OLD = functools.partial(dataclasses.replace, layer_attention=None)
+full_attention = functools.partial(dataclasses.replace, layer_attention=None)
 
 
 @functools.cache
 def params(cfg):
-    """Weights large enough that attention and gates are far from uniform."""
+    """Returns weights so large that attention and gates are far from uniform."""
 
     def spread(x):
         return 8 * x if x.ndim > 2 else x
@@ -73,17 +74,16 @@ TOKENS = np.random.default_rng(0).integers(0, 32, (B, T + NEW), dtype=np.int32)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_generation_is_the_full_forward(name, monkeypatch):
-    """The scanned layers, which switch, against those that a cache serves one by one; the first row is padded
-    on the left, and the prompt enters in two parts."""
+def test_generation_equals_full_forward(name, monkeypatch):
+    """The full forward scans layers, the cached one loops; a row is left-padded and prefill takes two chunks."""
     cfg, seen, plain = MODELS[name], [], decoding.advance
 
-    def spied(*args):
+    def recording(*args):
         logits, cache = plain(*args)
         seen.append(np.asarray(logits))
         return logits, cache
 
-    monkeypatch.setattr(decoding, "advance", spied)
+    monkeypatch.setattr(decoding, "advance", recording)
     mask = np.ones((B, T), np.int32)
     mask[0, :3] = 0
     got = generate(
@@ -97,7 +97,7 @@ def test_generation_is_the_full_forward(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_documents_of_a_row_do_not_see_each_other(name):
+def test_isolates_documents_of_a_row(name):
     cfg = MODELS[name]
     segments = np.repeat([[1, 2], [3, 4]], [9, T + NEW - 9], axis=1).astype(np.int32)
     first, second = TOKENS.copy(), TOKENS.copy()
@@ -111,12 +111,10 @@ def test_documents_of_a_row_do_not_see_each_other(name):
 
 
 @pytest.mark.parametrize("kind", ["gdn", "simple_gdn"])
-def test_linear_attention_on_the_heads_of_mla(kind):
-    """Keys are those that MLA expands, without RoPE; of its columns the even ones come first."""
-    cfg, rng = (
-        dataclasses.replace(BASE, dtype="float64", simple_gdn_beta=0.6),
-        np.random.default_rng(1),
-    )
+def test_linear_attention_on_mla_heads_equals_oracle(kind):
+    """Keys are MLA's expanded keys without RoPE, with even rope columns first."""
+    cfg = dataclasses.replace(BASE, dtype="float64", simple_gdn_beta=0.6)
+    rng = np.random.default_rng(1)
     tree = glm5.abstract_params(cfg)["moe_layers"]
     w, gates = (
         {name: rng.standard_normal(x.shape[1:]) for name, x in tree[part].items()}
@@ -141,7 +139,7 @@ def test_linear_attention_on_the_heads_of_mla(kind):
         @jax.jit
         def run(w, gates, x, segments):
             none = jnp.zeros((B, T, 2))
-            context = glm5.ForwardContext(
+            context = ForwardContext(
                 cfg=cfg,
                 execution=EXECUTION,
                 region=Region(),
@@ -159,8 +157,8 @@ def test_linear_attention_on_the_heads_of_mla(kind):
     assert not np.asarray(got.max_logit) and got.cache is None
 
 
-def test_what_a_token_costs_in_memory():
-    """A recurrent layer remembers as much after any number of tokens."""
+def test_counts_cache_bytes_of_layer_kinds():
+    """The state of a recurrent layer does not grow with the number of tokens."""
 
     def size(kind, capacity, base=BASE):
         cfg = dataclasses.replace(base, layer_attention=(kind,) * 5)
@@ -176,8 +174,10 @@ def test_what_a_token_costs_in_memory():
 
 
 @pytest.mark.slow
-def test_a_converted_model_leaves_its_indexers_behind():
-    sparse = dataclasses.replace(OLD(BASE), attention="sparse", index_topk=7, index_head_dim=12)
+def test_conversion_drops_indexers():
+    sparse = dataclasses.replace(
+        full_attention(BASE), attention="sparse", index_topk=7, index_head_dim=12
+    )
     after, cfg = convert(params(sparse), sparse, BASE.layer_attention)
     assert cfg.full_layers == () and not any("indexer" in path for path in flatten(after))
 
@@ -186,8 +186,8 @@ def test_a_converted_model_leaves_its_indexers_behind():
     "projections",
     [pytest.param({}, id="mla", marks=pytest.mark.slow), pytest.param(GROUPED, id="gqa")],
 )
-def test_a_converted_model_keeps_every_weight(projections):
-    old = dataclasses.replace(OLD(BASE), **projections)
+def test_conversion_preserves_weights(projections):
+    old = dataclasses.replace(full_attention(BASE), **projections)
     kinds = BASE.layer_attention
     before = params(old)
     after, cfg = convert(before, old, list(kinds))
@@ -201,8 +201,8 @@ def test_a_converted_model_keeps_every_weight(projections):
 
 
 @pytest.mark.slow
-def test_windows_that_hold_everything_change_nothing():
-    old = dataclasses.replace(OLD(BASE), num_hidden_layers=2, first_k_dense_replace=2)
+def test_window_of_full_length_equals_full_attention():
+    old = dataclasses.replace(full_attention(BASE), num_hidden_layers=2, first_k_dense_replace=2)
     wide = dataclasses.replace(old, sliding_window=T + NEW)
     converted, cfg = convert(params(old), wide, ("window",) * 2)
     assert cfg.layer_attention == ("window",) * 2
@@ -215,10 +215,10 @@ def test_windows_that_hold_everything_change_nothing():
     assert np.abs(narrow[:, -1] - full[:, -1]).max() > 1e-3
 
 
-def test_new_gates_start_neutrally():
-    """Taps pass tokens on, half is replaced, a thousandth forgotten; the output gate is shut but learns."""
-    cfg = dataclasses.replace(OLD(BASE), dtype="float64")
-    after, cfg = convert(params(OLD(BASE)), cfg, ("gdn",) * 5)
+def test_initializes_neutral_gates():
+    """The convolution is the identity, beta is 0.5, the gate -0.001; the output gate is zero but trainable."""
+    cfg = dataclasses.replace(full_attention(BASE), dtype="float64")
+    after, cfg = convert(params(full_attention(BASE)), cfg, ("gdn",) * 5)
     gates = jax.tree.map(lambda x: np.float64(x[0]), after["dense_layers"]["gdn"])
     rng = np.random.default_rng(2)
     q, k, v = (rng.standard_normal((1, T, 4, width)) for width in (10, 10, 5))
@@ -234,15 +234,15 @@ def test_new_gates_start_neutrally():
 
 
 @pytest.mark.parametrize("mesh", [None, pytest.param({"fsdp": 8}, marks=pytest.mark.slow)], ids=str)
-def test_weights_that_a_model_lacks_begin_as_in_a_new_one(mesh):
-    dense = dataclasses.replace(OLD(BASE), num_hidden_layers=2, first_k_dense_replace=2)
+def test_initializes_missing_weights_like_new_model(mesh):
+    dense = dataclasses.replace(full_attention(BASE), num_hidden_layers=2, first_k_dense_replace=2)
     sparse = dataclasses.replace(dense, attention="sparse", index_topk=7, index_head_dim=12)
     mesh = mesh and make_mesh(mesh)
     old = glm5.init_params(dense, jax.random.key(1), mesh=mesh)
-    made = flatten(add_missing_weights(old, sparse, jax.random.key(2), mesh=mesh))
+    completed = flatten(add_missing_weights(old, sparse, jax.random.key(2), mesh=mesh))
     fresh, old = flatten(glm5.init_params(sparse, jax.random.key(2), mesh=mesh)), flatten(old)
-    assert made.keys() == fresh.keys() and made.keys() > old.keys()
-    for path, weight in made.items():
+    assert completed.keys() == fresh.keys() and completed.keys() > old.keys()
+    for path, weight in completed.items():
         if path in old:
             assert weight is old[path]
         else:
@@ -250,10 +250,10 @@ def test_weights_that_a_model_lacks_begin_as_in_a_new_one(mesh):
             np.testing.assert_array_equal(weight, fresh[path], err_msg=path)
 
 
-def test_a_recurrent_model_is_not_converted():
+def test_conversion_rejects_recurrent_model():
     with pytest.raises(
         ValueError, match="has gdn, simple_gdn layers; convert one of full attention"
     ):
         convert(params(BASE), BASE, ("full",) * 5)
     with pytest.raises(ValueError, match="layer_attention names 2 layers"):
-        convert({}, OLD(BASE), ("full", "window"))
+        convert({}, full_attention(BASE), ("full", "window"))

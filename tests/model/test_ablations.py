@@ -1,4 +1,4 @@
-"""Grouped-query attention, windows and linear attention, layer by layer, against NumPy float64."""
+"""Tests of layers of grouped-query, window and linear attention against NumPy in float64."""
 
 import functools
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from tests.kernels.implementations import in_tiers
 from tests.oracles import ablations as oracle, attention, gated_delta
 
 B, T, D, N, Y, H, R, U, W = 2, 75, 10, 4, 2, 6, 4, 5, 4
-# Documents shorter and longer than the convolution, padding before, between and behind; the first and third
-# of row 1 have one number, a token of another between them.
+# Documents shorter and longer than the convolution, with padding before, between and after them. The first and third
+# of row 1 have the same number, with a document of one token between them.
 SEGMENTS = np.stack(
     [
         np.repeat([0, 1, 2, 3, 0], [3, 30, 2, 36, 4]),
@@ -30,31 +30,31 @@ SEGMENTS = np.stack(
 KINDS = ("gdn", "simple_gdn")
 
 
-class Numbers(NamedTuple):
-    """The fields of `ModelConfig` that these layers read."""
+class LayerConfig(NamedTuple):
+    """Config with the fields of `ModelConfig` that these layers read."""
 
     rms_norm_eps: float = 1e-5
     simple_gdn_beta: float = 0.7
     softmax_scale: float = 0.3
 
 
-CFG = Numbers()
+CFG = LayerConfig()
 
 
-class Place(NamedTuple):
-    """What a layer is told of where its tokens stand: the fields of `block.Context` that it reads."""
+class Context(NamedTuple):
+    """Context with the fields of `ForwardContext` that these layers read."""
 
     segments: jax.Array | None
     key_segments: jax.Array | None
     start: int | jax.Array = 0
-    cfg: Numbers = CFG
+    cfg: LayerConfig = CFG
     execution: ExecutionConfig = ExecutionConfig(query_block=16)
     region: Region = Region()
 
 
 @functools.cache
 def problem():
-    """(weights of every kind, x [b t d]) in float64, large enough that every gate is far from linear."""
+    """Returns (weights of every kind, x [b t d]) in float64, so large that every gate is nonlinear."""
     rng = np.random.default_rng(0)
     shapes = {
         "q": (D, N, H + R),
@@ -77,13 +77,13 @@ def problem():
 
 
 def heads(x):
-    """(q, k, v) of the problem's weights, in NumPy."""
+    """Returns (q, k, v) in NumPy."""
     w, _ = problem()
     return tuple(np.einsum("btd,dnx->btnx", x, w[name]) for name in ("q", "k", "v"))
 
 
-def layer(kind):
-    """(w, x, context, cache) -> (out [b t n u], cache), for jit."""
+def attention_of(kind):
+    """Returns a function (w, x, context, cache) -> (out [b t n u], cache)."""
 
     def run(w, x, context, cache=None):
         q, k, v = gqa_heads(w, x)
@@ -102,59 +102,58 @@ def expected(kind, segments=SEGMENTS, form=oracle.recurrent):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_recurrent_chunked_and_parallel_forms_are_one(kind):
-    """Chunks of 64 with documents that cross and fill them; the other two in NumPy, one step or none."""
+def test_chunked_and_parallel_forms_equal_recurrence(kind):
+    """Documents cross and fill chunks of 64; NumPy computes the recurrent and the parallel form."""
     w, x = problem()
     with jax.enable_x64(True):
-        run = jax.jit(lambda w, x, s: layer(kind)(w, x, Place(s, s))[0])
+        run = jax.jit(lambda w, x, s: attention_of(kind)(w, x, Context(s, s))[0])
         chunked = run(w, x, SEGMENTS)
         assert chunked.dtype == jnp.float64
     recurrent = expected(kind)
-    here = SEGMENTS != 0
-    np.testing.assert_allclose(np.asarray(chunked)[here], recurrent[here], atol=1e-10)
+    real = SEGMENTS != 0
+    np.testing.assert_allclose(np.asarray(chunked)[real], recurrent[real], atol=1e-10)
     parallel = expected(kind, form=gated_delta.parallel)
-    np.testing.assert_allclose(parallel[here], recurrent[here], atol=1e-8)
+    np.testing.assert_allclose(parallel[real], recurrent[real], atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", in_tiers(["gdn"], ["simple_gdn"]))
-def test_without_segments_a_row_is_one_document(kind):
+def test_row_without_segments_is_one_document(kind):
     w, x = problem()
     with jax.enable_x64(True):
-        got = jax.jit(lambda w, x: layer(kind)(w, x, Place(None, None))[0])(w, x)
+        got = jax.jit(lambda w, x: attention_of(kind)(w, x, Context(None, None))[0])(w, x)
     want = expected(kind, np.ones((B, T), np.int32))
     np.testing.assert_allclose(got, want, atol=1e-10)
 
 
-def empty(kind):
+def empty_state(kind):
     conv = jnp.zeros((B, W - 1, N, 2 * (H + R) + U), jnp.float64) if kind == "gdn" else None
     return RecurrentState(jnp.zeros((B, N, H + R, U), jnp.float64), conv)
 
 
-CUTS = (0, 16, 32, *range(33, 38), 53, 69, *range(70, 76))  # single tokens where documents end
+CUTS = (0, 16, 32, *range(33, 38), 53, 69, *range(70, 76))  # single tokens at ends of documents
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_goes_on_where_it_was_left(kind):
-    """Prefill in pieces and token by token, into documents and across their ends, is the whole."""
+def test_chunked_prefill_and_decode_equal_recurrence(kind):
     w, x = problem()
     with jax.enable_x64(True):
-        cache, parts = empty(kind), []
+        cache, parts = empty_state(kind), []
 
         @jax.jit
         def run(w, x, segments, written, start, cache):
-            return layer(kind)(w, x, Place(segments, written, start), cache)
+            return attention_of(kind)(w, x, Context(segments, written, start), cache)
 
         for first, last in zip(CUTS, CUTS[1:]):
-            own = SEGMENTS[:, first:last]
+            segments = SEGMENTS[:, first:last]
             written = np.where(np.arange(T) < last, SEGMENTS, 0)
-            out, cache = run(w, x[:, first:last], own, written, jnp.int32(first), cache)
+            out, cache = run(w, x[:, first:last], segments, written, jnp.int32(first), cache)
             parts.append(out)
-    here = SEGMENTS != 0
-    np.testing.assert_allclose(np.concatenate(parts, 1)[here], expected(kind)[here], atol=1e-9)
+    real = SEGMENTS != 0
+    np.testing.assert_allclose(np.concatenate(parts, 1)[real], expected(kind)[real], atol=1e-9)
 
 
 @pytest.mark.parametrize("window", in_tiers([7], [None]))
-def test_grouped_queries(window):
+def test_grouped_query_attention_equals_oracle(window):
     w, x = problem()
     positions = np.arange(T)[None].repeat(B, 0)
     turns = attention.rope_turns(np.array([0.3, 0.05]), 1.0, positions)

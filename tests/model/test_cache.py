@@ -1,4 +1,4 @@
-"""The latent cache: its bytes, its writes, and MTP drafting through it."""
+"""Tests of the latent cache: its bytes, its writes, and MTP drafting with it."""
 
 import dataclasses
 
@@ -18,8 +18,8 @@ def num_bytes(cfg, capacity, **kwargs):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
 
 
-def test_bytes_per_token():
-    """GLM-5: 576 latent numbers and 128 of the index key in each of 78 layers, bfloat16."""
+def test_counts_cache_bytes_per_token():
+    """Each of GLM-5's 78 layers stores 576 latent numbers and 128 of the index key, in bfloat16."""
     latent, index = 2 * (512 + 64), 2 * 128
     assert num_bytes(presets.glm5(), 1) == 78 * (latent + index) == (87.75 + 19.5) * 1024
     assert num_bytes(presets.glm5_2(), 1) == 78 * latent + 21 * index
@@ -30,7 +30,7 @@ def test_bytes_per_token():
     assert num_bytes(presets.glm5(), 100, dtype="float32") == 200 * num_bytes(presets.glm5(), 1)
 
 
-def test_a_new_cache_is_empty():
+def test_new_cache_is_empty():
     cache = init_cache(presets.tiny(), 2, 5)
     assert cache.length == 0 and not cache.segments.any()
     assert (
@@ -39,7 +39,7 @@ def test_a_new_cache_is_empty():
 
 
 @pytest.mark.parametrize("length", [0, 3])
-def test_write(length):
+def test_writes_at_length(length):
     buffer = jnp.zeros((2, 6, 3), jnp.bfloat16)
     new = jnp.ones((2, 2, 3))
     got = jax.jit(write)(buffer, new, length)
@@ -51,8 +51,8 @@ def test_write(length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name,sizes", [("hf_tiny_a", (13,) * 3), ("hf_tiny_d", (1,) * 29)])
-def test_drafting_with_a_cache_is_the_forward_without(name, sizes):
-    """The MTP layer in chunks and token by token; transformers' arrays have no cache."""
+def test_cached_drafting_equals_full_forward(name, sizes):
+    """Drafting runs in chunks and token by token; transformers' arrays were computed without a cache."""
     golden = goldens.load(name)
     expected = golden.arrays["mtp_logits"]
     length = expected.shape[1]

@@ -1,4 +1,4 @@
-"""Pages in 8 bits: their bytes, and a forward over them against the whole model in NumPy, with and without them."""
+"""Tests of 8-bit pages: their bytes, and a forward over them against the NumPy model."""
 
 import dataclasses
 import functools
@@ -21,15 +21,15 @@ forward = jax.jit(glm5.forward, static_argnames="cfg")
 
 
 def num_bytes(cfg, **kinds):
-    """Of a token in all pages."""
+    """Returns the bytes of one token in the pages of all layers."""
     pages = jax.eval_shape(lambda: init_pages(cfg, 3, 64, **kinds))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
     return size / (3 * 64)
 
 
 @pytest.mark.parametrize("kind", in_tiers(["fp8"], ["int8"]))
-def test_bytes_per_token(kind):
-    """DeepSeek's 656 of a latent (512 values, 4 scales, 64 bfloat16) and 132 of an index key."""
+def test_counts_bytes_of_8_bit_pages(kind):
+    """Like DeepSeek's, a latent takes 656 bytes (512 values, 4 scales, 64 bfloat16), an index key 132."""
     cfg, latent, index = presets.glm5(), 512 + 4 * 4 + 2 * 64, 128 + 4
     both = {"index_cache": kind, "latent_cache": kind}
     assert num_bytes(cfg, **both) == 78 * (latent + index) == 61_464
@@ -41,8 +41,8 @@ def test_bytes_per_token(kind):
     assert num_bytes(cfg) == 109_824
 
 
-def test_rows_of_a_tpu_are_whole_lanes(monkeypatch):
-    """XLA would lay out all pages anew at every call, to have them so."""
+def test_pads_tpu_rows_to_full_lanes(monkeypatch):
+    """Otherwise XLA would change the layout of all pages at every call."""
     monkeypatch.setattr(backends, "platform", lambda: "tpu")
     assert num_bytes(presets.glm5(), latent_cache="fp8") == 78 * (1024 + 256)
     assert num_bytes(presets.glm5()) == 78 * (1536 + 256)
@@ -58,23 +58,23 @@ def test_rows_of_a_tpu_are_whole_lanes(monkeypatch):
         ({"dtype": "float64"}, {"latent_cache": "fp8"}, "for float64; use bfloat16 or float32"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, kinds, words):
+def test_rejects_unsupported_page_kinds(changes, kinds, words):
     with pytest.raises(ValueError, match=words):
         init_pages(dataclasses.replace(presets.tiny(), **changes), 1, 1, **kinds)
 
 
 @functools.cache
-def whole(name, **kinds):
-    """Logits [b t v] of the oracle, whose caches are of these kinds."""
+def oracle_logits(name, **kinds):
+    """Returns the oracle's logits [b t v] with caches of these kinds."""
     config, weights = oracle.load(goldens.FOLDER / name)
     tokens = goldens.load(name).tokens
     return oracle.forward(weights, config | kinds, tokens)["logits"]
 
 
-def near(got, want, plain):
-    """Whether logits are the oracle's, on which 8 bits have an effect.
+def assert_near(got, want, plain):
+    """Checks logits against the oracle's, and that 8 bits change the oracle's.
 
-    A value on the border of two may be rounded to either: that moves the logits by much less than 8 bits do.
+    Values halfway between two may be rounded to either, which changes logits much less than 8 bits do.
     """
     effect = np.abs(want - plain).max(-1)
     assert effect.max() > 1e-3
@@ -83,10 +83,10 @@ def near(got, want, plain):
 
 
 def logits_of(golden, kinds, chunk):
-    """[b t v] of the golden's rows, over pages, so many tokens of a row at a time."""
+    """Returns logits [b t v] of a golden's rows over pages, computed in chunks of a row."""
     t = golden.tokens.shape[1]
     tables = np.random.default_rng(0).permutation(-(-t // PAGE)).astype(np.int32)[None]
-    found = []
+    rows = []
     for row in golden.tokens:
         layers = init_pages(golden.cfg, tables.size, PAGE, **kinds)
         cache, logits = PagedCache(layers, tables, np.zeros(1, np.int32)), []
@@ -96,37 +96,42 @@ def logits_of(golden, kinds, chunk):
             )
             cache = out.cache
             logits.append(np.asarray(out.logits[0]))
-        found.append(np.concatenate(logits))
-    return np.stack(found)
+        rows.append(np.concatenate(logits))
+    return np.stack(rows)
 
 
 CASES = {
     "shared indices": ("hf_tiny_b", {"index_cache": "int8", "latent_cache": "fp8"}, (22, 4)),
-    "the other way": ("hf_tiny_b", {"index_cache": "fp8", "latent_cache": "int8"}, (22, 4)),
+    "shared indices, kinds swapped": (
+        "hf_tiny_b",
+        {"index_cache": "fp8", "latent_cache": "int8"},
+        (22, 4),
+    ),
     "dense": ("hf_tiny_d", {"latent_cache": "int8"}, (30, 5)),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "many"),
+    ("case", "has_many_queries"),
     in_tiers(
         [("dense", False)], [("dense", True), *itertools.product([*CASES][:2], [True, False])]
     ),
 )
-def test_a_forward_over_pages_is_the_oracle_s(case, many):
-    """Of many queries at a time, whose pages are brought together, and of few."""
-    name, kinds, (most, few) = CASES[case]
-    assert few <= FETCHING_QUERIES < most
-    got = logits_of(goldens.load(name), kinds, most if many else few)
-    near(got, whole(name, **kinds), whole(name))
+def test_forward_over_8_bit_pages_equals_oracle(case, has_many_queries):
+    """The pages of many queries are gathered first, those of few are not."""
+    name, kinds, (many, few) = CASES[case]
+    assert few <= FETCHING_QUERIES < many
+    got = logits_of(goldens.load(name), kinds, many if has_many_queries else few)
+    assert_near(got, oracle_logits(name, **kinds), oracle_logits(name))
 
 
-def test_drafting_over_pages_is_the_oracle_s():
+def test_drafting_over_8_bit_pages_equals_oracle():
     golden, kinds = goldens.load("hf_tiny_a"), {"index_cache": "fp8", "latent_cache": "int8"}
     config, weights = oracle.load(goldens.FOLDER / "hf_tiny_a")
     hidden = golden.arrays["final_hidden"]
     want, plain = (
-        oracle.mtp(weights, config | own, golden.tokens, hidden)[0]["logits"] for own in (kinds, {})
+        oracle.mtp(weights, config | caches, golden.tokens, hidden)[0]["logits"]
+        for caches in (kinds, {})
     )
     layers = init_pages(golden.cfg, 20, PAGE, num_layers=1, **kinds)
     tables = np.random.default_rng(0).permutation(20).reshape(2, 10).astype(np.int32)
@@ -134,10 +139,10 @@ def test_drafting_over_pages_is_the_oracle_s():
     draft = jax.jit(glm5.forward_mtp, static_argnums=3)
     for first in range(0, 39, 13):
         after = slice(first + 1, first + 14)
-        # The oracle's places begin at 1: what is rotated so is rounded so.
+        # The oracle's positions begin at 1, and other rotations would round differently.
         places = np.tile(np.arange(first + 1, first + 14, dtype=np.int32), (2, 1))
         args = golden.params, hidden[:, first : first + 13], golden.tokens[:, after], golden.cfg
         out = draft(*args, positions=places, cache=cache)
         cache = out.cache
         got.append(np.asarray(out.logits))
-    near(np.concatenate(got, axis=1), want, plain)
+    assert_near(np.concatenate(got, axis=1), want, plain)

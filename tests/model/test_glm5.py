@@ -1,4 +1,4 @@
-"""The parameter tree and the module around it: letters, first values, refusals."""
+"""Tests of the parameter tree and its module: axis letters, initial values, errors."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ CONFIGS |= {name: goldens.load(name).cfg for name in goldens.NAMES} | {"biased":
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_leaf_has_letters_that_fit_its_shape(name):
+def test_axis_letters_match_shapes(name):
     cfg = CONFIGS[name]
     letters, shapes = flatten(glm5.axis_letters(cfg)), flatten(glm5.abstract_params(cfg))
     assert letters.keys() == shapes.keys()
@@ -55,7 +55,7 @@ def test_every_leaf_has_letters_that_fit_its_shape(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_counts_are_those_of_the_weights(name):
+def test_counts_parameters_of_every_preset(name):
     cfg = CONFIGS[name]
     sizes = {
         path: math.prod(leaf.shape) for path, leaf in flatten(glm5.abstract_params(cfg)).items()
@@ -65,7 +65,7 @@ def test_counts_are_those_of_the_weights(name):
     assert cfg.num_parameters == sum(n for p, n in inner.items() if not p.endswith("router/bias"))
 
 
-def test_goldens_have_the_declared_shapes():
+def test_goldens_have_declared_shapes():
     for name in goldens.NAMES:
         golden = goldens.load(name)
         declared = glm5.abstract_params(golden.cfg)
@@ -77,8 +77,8 @@ def fresh():
     return jax.device_get(flatten(glm5.init_params(CFG, jax.random.key(7))))
 
 
-def test_first_values(fresh):
-    """normal(0, 0.02) for every matrix; ones for norms, zeros for biases."""
+def test_initializes_normal_ones_and_zeros(fresh):
+    """Matrices are normal(0, 0.02), norms are ones, biases are zeros."""
     for path, value in fresh.items():
         name = path.rsplit("/")[-1]
         if name.endswith("bias"):
@@ -92,7 +92,7 @@ def test_first_values(fresh):
     assert fresh["moe_layers/router/bias"].dtype == jnp.float32
 
 
-def test_no_two_weights_start_alike(fresh):
+def test_initializes_distinct_weights(fresh):
     drawn = {path: v for path, v in fresh.items() if v.std() > 0}
     heads = [v.reshape(-1)[:8].tobytes() for v in drawn.values()]
     assert len(set(heads)) == len(heads)
@@ -100,7 +100,7 @@ def test_no_two_weights_start_alike(fresh):
     assert (gate[0] != gate[1]).all() and (gate[:, 0] != gate[:, 1]).all()
 
 
-def test_neither_depth_nor_other_weights_change_a_first_value(fresh):
+def test_initial_values_do_not_depend_on_depth(fresh):
     deeper = dataclasses.replace(
         CFG,
         num_hidden_layers=6,
@@ -120,14 +120,14 @@ def test_neither_depth_nor_other_weights_change_a_first_value(fresh):
 
 
 @pytest.mark.slow
-def test_the_key_and_the_dtype_of_first_values(fresh):
+def test_initial_values_use_key_and_dtype(fresh):
     other = jax.device_get(flatten(glm5.init_params(CFG, jax.random.key(8), "bfloat16")))
     assert other["moe_layers/attn/q_b"].dtype == jnp.bfloat16
     assert other["moe_layers/router/bias"].dtype == jnp.float32
     assert (other["embed/weight"] != fresh["embed/weight"]).mean() > 0.9
 
 
-def test_the_module_is_the_function():
+def test_module_equals_function():
     golden = goldens.load("hf_tiny_a")
     model = glm5.Glm5(golden.cfg, params=golden.params)
     tree = glm5.params_of(model)
@@ -138,21 +138,21 @@ def test_the_module_is_the_function():
     assert not any("router/bias" in path for path in buffers)
 
 
-def test_a_new_module_draws_by_its_rngs(fresh):
+def test_new_module_uses_rngs(fresh):
     one = glm5.Glm5(CFG, rngs=nnx.Rngs(0))
     two = glm5.Glm5(CFG, rngs=nnx.Rngs(0), param_dtype="bfloat16")
     assert (one.embed.weight[...].astype("bfloat16") == two.embed.weight[...]).all()
     assert one.lm_head.weight.letters == "d v"
 
 
-def test_a_module_needs_one_source_of_weights(fresh):
+def test_module_requires_one_weight_source(fresh):
     with pytest.raises(ValueError, match="either rngs .new weights. or params"):
         glm5.Glm5(CFG)
     with pytest.raises(ValueError, match="either rngs"):
         glm5.Glm5(CFG, rngs=nnx.Rngs(0), params={})
 
 
-def test_a_missing_or_misshapen_parameter_is_named():
+def test_module_names_invalid_parameter():
     golden = goldens.load("hf_tiny_a")
     params = {k: v for k, v in golden.params.items() if k != "final_norm"}
     with pytest.raises(ValueError, match="parameter final_norm is missing"):
@@ -163,13 +163,13 @@ def test_a_missing_or_misshapen_parameter_is_named():
         glm5.Glm5(golden.cfg, params=params | {"final_norm": np.ones(3)})
 
 
-def test_a_sequence_beyond_the_positions_is_refused():
+def test_rejects_too_long_sequence():
     tokens = np.zeros((1, 1025), np.int32)
     with pytest.raises(ValueError, match="1025 exceeds max_position_embeddings 1024; shorten"):
         glm5.forward(glm5.abstract_params(CFG), tokens, CFG)
 
 
-def test_drafting_without_an_mtp_layer_is_refused():
+def test_rejects_drafting_without_mtp_layer():
     golden = goldens.load("hf_tiny_b")
     hidden = np.zeros((1, 4, golden.cfg.hidden_size), np.float32)
     with pytest.raises(ValueError, match="no MTP layer"):
@@ -188,28 +188,28 @@ def gradient_flops(remat, **changes):
     return count_flops(jax.grad(loss), glm5.abstract_params(cfg), tokens, while_trips=2)
 
 
-def test_remat_computes_layers_again():
+def test_full_remat_recomputes_layers():
     dense = dict(attention="dense", index_topk=None)
     assert gradient_flops("none", **dense) < gradient_flops("full", **dense)
 
 
 @pytest.mark.slow
-def test_remat_recomputes_what_it_says():
+def test_remat_kinds_order_flops():
     none, full, topk, dots = (gradient_flops(kind) for kind in ("none", "full", "topk", "dots"))
     assert none < dots < full
     assert gradient_flops("offload") == topk
     assert none < topk < full  # the selection's scores are not computed again
 
 
-def test_an_unknown_remat_is_refused():
+def test_rejects_unknown_remat():
     with pytest.raises(
         ValueError, match="remat is 'some'; use one of none, full, topk, dots, offload"
     ):
         ExecutionConfig(remat="some")
 
 
-def test_padding_reaches_no_expert():
-    """It would all go to one, as it is all alike."""
+def test_routes_no_padding_to_experts():
+    """All padding would go to one expert, because it is all equal."""
     cfg = dataclasses.replace(
         CFG, num_hidden_layers=2, indexer_types=None, attention="dense", index_topk=None
     )
@@ -222,7 +222,7 @@ def test_padding_reaches_no_expert():
         np.arange(12).reshape(2, 6),
         np.array([[1, 1, 0, 0, 2, 0], [0, 0, 3, 3, 3, 3]]),
     )
-    run = jax.jit(lambda own: glm5.forward(own, tokens, cfg, segment_ids=segments).hidden)
-    one, two = (np.asarray(run(own)) for own in (params, other))
+    run = jax.jit(lambda weights: glm5.forward(weights, tokens, cfg, segment_ids=segments).hidden)
+    one, two = (np.asarray(run(weights)) for weights in (params, other))
     np.testing.assert_array_equal(one[segments == 0], two[segments == 0])
     assert (one != two)[segments != 0].any(-1).all()

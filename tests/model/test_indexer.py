@@ -1,4 +1,4 @@
-"""Queries, keys and weights of the lightning indexer against the NumPy oracle."""
+"""Tests of queries, keys and weights of the lightning indexer against the NumPy oracle."""
 
 import dataclasses
 
@@ -41,12 +41,12 @@ def inputs():
         "k_norm_bias": normal(j),
         "weights": normal(d, i),
     }
-    # A small scale, so that the eps of the key's LayerNorm shows.
+    # The scale is small, so that the eps of the key's LayerNorm has an effect.
     return w, 1e-3 * normal(B, T, d), normal(B, T, q)
 
 
 def hf_weights(w):
-    """Our leaves under transformers' names, [out, in]."""
+    """Returns the leaves under transformers' names, as [out, in]."""
     return {
         "wq_b.weight": w["q_b"].reshape(w["q_b"].shape[0], -1).T,
         "wk.weight": w["k"].T,
@@ -56,16 +56,16 @@ def hf_weights(w):
     }
 
 
-def ours(w, x, c_q, cfg=CFG):
+def index_arrays(w, x, c_q, cfg=CFG):
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     cos, sin = rope_table(cfg.rope_parameters, cfg.qk_rope_head_dim, positions, jnp.float32)
     idx_q, idx_w = indexer.index_queries(w, jnp.asarray(x), jnp.asarray(c_q), cos, sin, cfg)
     return idx_q, idx_w, indexer.index_keys(w, jnp.asarray(x), cos, sin, cfg)
 
 
-def test_queries_keys_and_weights(inputs):
+def test_index_inputs_equal_oracle(inputs):
     w, x, c_q = inputs
-    idx_q, idx_w, idx_k = ours(w, x, c_q)
+    idx_q, idx_w, idx_k = index_arrays(w, x, c_q)
     config = {name: getattr(CFG, name) for name in ("index_n_heads", "index_head_dim")}
     config |= {
         "qk_rope_head_dim": 6,
@@ -81,7 +81,7 @@ def test_queries_keys_and_weights(inputs):
     np.testing.assert_allclose(index_scores(idx_q, idx_w, idx_k), scores, atol=1e-5)
 
 
-def test_head_weights_are_scaled_wide(inputs):
+def test_scales_head_weights_in_float32(inputs):
     """In bfloat16 the scale i^-0.5 would round once more and flip selections."""
     w, x, c_q = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), inputs)
     cos, sin = rope_table(CFG.rope_parameters, 6, jnp.zeros((B, T)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The three forms of MLA give one result, and the cheapest is chosen."""
+"""Tests that the three forms of MLA agree and that the cheapest is selected."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.model import block
+from glm5_jax.model import attention as model_attention
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Keys, Queries, cheapest_form, mla
 from glm5_jax.model.rope import rope_table
@@ -25,7 +25,7 @@ FORMS = ("expanded", "absorbed", "gathered")
 
 @functools.cache
 def inputs():
-    """(weights, Queries, Keys, topk) of a packed batch; the queries are the last T of S tokens."""
+    """Returns (weights, Queries, Keys, topk, all keys) of a packed batch; queries are the last T of S tokens."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -51,14 +51,14 @@ def inputs():
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend(form, w, queries, keys, topk):
-    """(y, largest logit, gradients of sum(sin(y)) by all weights and inputs)."""
+    """Returns (y, largest logit, gradients of sum(sin(y)) by all weights and inputs)."""
     execution = ExecutionConfig(attention_form=form, query_block=8, gather_block=8)
     start = queries.start
 
     def loss(floats):
         w, q, latent = floats
-        own = Queries(q, start, queries.segments)
-        y, top, *_ = mla(w, own, Keys(latent, keys.segments), CFG, execution, topk)
+        late_queries = Queries(q, start, queries.segments)
+        y, top, *_ = mla(w, late_queries, Keys(latent, keys.segments), CFG, execution, topk)
         return jnp.sum(jnp.sin(y)), (y, top)
 
     floats = (w, queries.q, keys.latent)
@@ -74,7 +74,7 @@ def result(form, selected):
 
 
 @pytest.mark.parametrize("form", ["absorbed", "gathered"])
-def test_the_forms_agree_on_selected_keys(form):
+def test_forms_agree_on_selected_keys(form):
     expected, got = result("expanded", "topk"), result(form, "topk")
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
@@ -83,7 +83,7 @@ def test_the_forms_agree_on_selected_keys(form):
 @pytest.mark.parametrize(
     "form,selected", in_tiers([("gathered", "everything")], [("absorbed", "dense")])
 )
-def test_dense_attention_is_that_over_every_visible_key(form, selected):
+def test_selection_of_all_keys_equals_dense(form, selected):
     expected, got = result("expanded", "dense"), result(form, selected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
@@ -91,7 +91,7 @@ def test_dense_attention_is_that_over_every_visible_key(form, selected):
 
 
 @pytest.mark.parametrize("form", in_tiers(["absorbed"], ["expanded"]))
-def test_a_window_is_the_selection_of_the_last_keys(form):
+def test_window_equals_selection_of_last_keys(form):
     w, queries, keys, *_ = inputs()
     last = S - T + np.arange(T)[:, None] - np.arange(4)[::-1]
     topk = jnp.asarray(np.broadcast_to(last, (B, T, 4)), jnp.int32)
@@ -102,12 +102,12 @@ def test_a_window_is_the_selection_of_the_last_keys(form):
     want, got = attended(topk, None), attended(None, 4)
     for a, b in zip(got[:2], want[:2], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    # Infinite where a query sees nothing.
+    # The log-sum-exp is infinite for queries without visible keys.
     np.testing.assert_allclose(got.lse, want.lse, rtol=1e-5, atol=1e-5)
     assert np.abs(got[0] - result(form, "dense")[0]).max() > 1e-2
 
 
-def test_padding_attends_to_nothing():
+def test_padding_attends_to_no_key():
     w, queries, *_ = inputs()
     padding = np.asarray(queries.segments) == 0
     assert padding.any()
@@ -125,25 +125,25 @@ def shapes(t, s, cfg, k=None, start=0):
     return queries, keys, cfg, topk
 
 
-def test_the_cheapest_form():
+def test_selects_cheapest_form():
     glm5 = presets.glm5()
     assert cheapest_form(*shapes(4096, 4096, glm5)) == "expanded"
     assert cheapest_form(*shapes(1, 4096, glm5, start=jnp.int32(7))) == "absorbed"
     assert cheapest_form(*shapes(1, 65536, glm5, 2048, jnp.int32(7))) == "gathered"
     assert cheapest_form(*shapes(131072, 131072, glm5, 2048)) == "gathered"
     assert cheapest_form(*shapes(4096, 4096, glm5, 2048)) == "expanded"
-    # Expanding keys that no window reaches does not pay.
+    # It is cheaper not to expand keys outside all windows.
     assert cheapest_form(*shapes(4096, 65536, glm5, start=61440)) == "expanded"
     assert cheapest_form(*shapes(4096, 65536, glm5, start=61440), window=4096) == "absorbed"
 
 
-def test_an_unknown_form_is_refused():
+def test_rejects_unknown_form():
     with pytest.raises(ValueError, match="attention form 'flash'; use expanded"):
         mla(*inputs()[:3], CFG, ExecutionConfig(attention_form="flash"))
 
 
-def test_up_to_k_keys_nothing_is_selected(monkeypatch):
-    """Below k + 1 keys sparse attention is dense by construction; beyond, dense differs."""
+def test_selects_only_beyond_index_topk_keys(monkeypatch):
+    """With up to index_topk keys sparse attention skips the indexer."""
     golden = goldens.load("hf_tiny_a")
     k = golden.cfg.index_topk
 
@@ -155,14 +155,14 @@ def test_up_to_k_keys_nothing_is_selected(monkeypatch):
     def lightning_indexer(*args, **named):
         raise AssertionError("selected")
 
-    monkeypatch.setattr(block, "lightning_indexer", lightning_indexer)
+    monkeypatch.setattr(model_attention, "lightning_indexer", lightning_indexer)
     forward(k - 1)
     forward(k)
     with pytest.raises(AssertionError, match="selected"):
         forward(k + 1)
 
 
-def test_sparse_attention_is_dense_up_to_the_kth_key():
+def test_sparse_equals_dense_up_to_index_topk():
     golden = goldens.load("hf_tiny_a")
     dense = dataclasses.replace(golden.cfg, attention="dense")
     k, tokens = golden.cfg.index_topk, golden.tokens

@@ -1,4 +1,4 @@
-"""Every stage runs the same attention: without `mla` nothing works."""
+"""Tests that every stage runs the same attention function `mla`."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.model import block, glm5
+from glm5_jax.model import attention, glm5
 from glm5_jax.model.cache import init_cache
 from glm5_jax.model.generate import generate
 from glm5_jax.training.gradients import Rates, gradient_function, loss_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 from tests.model import golden as goldens
 
-# Of a length that no other test has, so that no layer was traced before `mla` breaks.
+# No other test has this length, so no layer was traced before `mla` is broken.
 CFG = dataclasses.replace(presets.tiny(), max_position_embeddings=999)
 PARAMS = glm5.abstract_params(CFG)
 TOKENS = jax.ShapeDtypeStruct((2, 64), jnp.int32)
@@ -58,19 +58,19 @@ def broken_mla(monkeypatch):
     def mla(*args):
         raise Broken
 
-    monkeypatch.setattr(block, "mla", mla)
+    monkeypatch.setattr(attention, "mla", mla)
 
 
 @pytest.mark.usefixtures("broken_mla")
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_mla_nothing_runs(stage):
+def test_every_stage_calls_mla(stage):
     function, *args = STAGES[stage]
     with pytest.raises(Broken):
         jax.eval_shape(lambda *a: function(*a), *args)
 
 
 @pytest.mark.usefixtures("broken_mla")
-def test_without_mla_nothing_is_generated():
+def test_generation_calls_mla():
     golden = goldens.load("hf_tiny_d")
     cfg = dataclasses.replace(golden.cfg, max_position_embeddings=999)
     with pytest.raises(Broken):

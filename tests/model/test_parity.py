@@ -1,4 +1,4 @@
-"""Our model computes what transformers computed, on every golden; packed, what the oracle does."""
+"""Tests of the model against the goldens of transformers, and of packed batches against the oracle."""
 
 import json
 import subprocess
@@ -12,17 +12,17 @@ import pytest
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten
 from glm5_jax.training.gradients import Rates, gradient_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from tests.kernels.implementations import in_tiers
 from tests.model import golden as goldens
 from tests.oracles import experts, glm5 as oracle
 
 LOGITS = 2e-4  # absolute, with logits up to 10
-ROUNDING = 10  # times what float32 costs transformers itself, as its float64 twin shows
+ROUNDING = 10  # times the difference of float32 and float64 in transformers
 
 
-# By default that with shared indices and groups of experts.
+# The default tier runs the golden with shared indices and groups of experts.
 @pytest.fixture(
     scope="module",
     params=in_tiers(["hf_tiny_b"], sorted({*goldens.NAMES} - {"hf_tiny_b"})),
@@ -39,75 +39,75 @@ def trace(golden, tokens, segments):
 
 @pytest.fixture(scope="module")
 def traced(golden):
-    """(Output, inside) of the prompt."""
+    """Returns (Output, intermediate results) of the prompt."""
     return trace(golden, golden.tokens, np.ones_like(golden.tokens))
 
 
-def near(golden, name, actual, expected):
+def assert_near(golden, name, actual, expected):
     rounding = golden.meta["float32_vs_float64"]
     atol = ROUNDING * rounding.get(name, rounding["hidden_states"])["max_abs"]
     np.testing.assert_allclose(actual, expected, atol=atol, rtol=0)
 
 
-def test_every_golden_is_here():
+def test_all_goldens_exist():
     assert {"hf_tiny_a", "hf_tiny_b", "hf_tiny_c", "hf_tiny_d"} <= set(goldens.NAMES)
 
 
-def test_logits(golden, traced):
+def test_logits_equal_golden(golden, traced):
     out = traced[0]
     assert out.logits.dtype == np.float32
     np.testing.assert_allclose(out.logits, golden.arrays["logits"], atol=LOGITS, rtol=0)
-    near(golden, "final_hidden", out.hidden, golden.arrays["final_hidden"])
+    assert_near(golden, "final_hidden", out.hidden, golden.arrays["final_hidden"])
 
 
 @pytest.mark.parametrize("name", ["hidden_states", "attn_out", "mlp_out"])
-def test_every_layer(golden, traced, name):
-    near(golden, name, np.stack(traced[1][name]), golden.arrays[name])
+def test_layer_outputs_equal_golden(golden, traced, name):
+    assert_near(golden, name, np.stack(traced[1][name]), golden.arrays[name])
 
 
-def as_mask(topk, length):
+def to_mask(topk, length):
     return (topk[..., None] == np.arange(length)).any(-2)
 
 
-def test_selected_keys(golden, traced):
+def test_selected_keys_equal_golden(golden, traced):
     chosen = traced[1]["topk"]
     if "selected" not in golden.arrays:
         assert chosen == [None] * golden.cfg.num_hidden_layers
         return
     length = golden.tokens.shape[1]
     for topk, selected in zip(chosen, golden.arrays["selected"], strict=True):
-        np.testing.assert_array_equal(as_mask(topk, length), selected)
+        np.testing.assert_array_equal(to_mask(topk, length), selected)
         empty_last = np.where(topk < 0, length, topk)
         np.testing.assert_array_equal(np.sort(empty_last), empty_last)
 
 
-def test_index_scores(golden, traced):
+def test_index_scores_equal_golden(golden, traced):
     if "index_scores" not in golden.arrays:
         pytest.skip("glm4_moe_lite has no indexer")
     scores = np.stack(traced[1]["index_scores"])
     seen = np.isfinite(golden.arrays["index_scores"])
-    near(golden, "index_scores", scores[seen], golden.arrays["index_scores"][seen])
+    assert_near(golden, "index_scores", scores[seen], golden.arrays["index_scores"][seen])
 
 
-def scattered(routing, shape):
-    """Combine weights of all experts, 0 where not chosen."""
+def dense_weights(routing, shape):
+    """Returns combine weights of all experts, 0 if not selected."""
     weights = np.zeros((routing.expert_ids.shape[0], shape[-1]), np.float32)
     np.put_along_axis(weights, routing.expert_ids, routing.combine_weights, axis=-1)
     return weights.reshape(shape)
 
 
-def test_experts_and_their_weights(golden, traced):
+def test_routing_equals_golden(golden, traced):
     expected = golden.arrays["router_weights"]
     logits = golden.arrays["router_logits"].astype(np.float64)
     for routing, weights, z in zip(traced[1]["routing"], expected, logits, strict=True):
-        ours = scattered(routing, weights.shape)
+        ours = dense_weights(routing, weights.shape)
         np.testing.assert_array_equal(ours != 0, weights != 0)
-        near(golden, "router_weights", ours, weights)
+        assert_near(golden, "router_weights", ours, weights)
         np.testing.assert_allclose(routing.probs.reshape(z.shape), 1 / (1 + np.exp(-z)), atol=1e-5)
     np.testing.assert_array_equal(traced[0].stats.load, (expected != 0).sum((1, 2)))
 
 
-def test_left_padding(golden):
+def test_left_padding_equals_golden(golden):
     if "pad_logits" not in golden.arrays:
         pytest.skip("this golden has no padded batch")
     mask = golden.arrays["pad_attention_mask"]
@@ -117,8 +117,8 @@ def test_left_padding(golden):
     assert out.stats.load.sum() == mask.sum() * golden.cfg.num_experts_per_tok * len(out.stats.load)
 
 
-def test_packed_documents(golden):
-    """Attention never crosses a document, and no document notices what is packed beside it."""
+def test_packed_documents_equal_oracle(golden):
+    """Attention never crosses documents, and a document does not depend on the others in its row."""
     length = golden.tokens.shape[1]
     segments = np.ones_like(golden.tokens)
     segments[0, 5:] = 2
@@ -132,17 +132,17 @@ def test_packed_documents(golden):
     np.testing.assert_allclose(out.logits[real], expected["logits"][real], atol=LOGITS, rtol=0)
     for topk, selected in zip(inside["topk"], expected["selected"], strict=True):
         if topk is not None:
-            np.testing.assert_array_equal(as_mask(topk, length), selected)
-    alone = segments[1] == 2
+            np.testing.assert_array_equal(to_mask(topk, length), selected)
+    document = segments[1] == 2
     other = golden.tokens.copy()
-    other[1, ~alone] = 3 + other[1, ~alone] % 5
+    other[1, ~document] = 3 + other[1, ~document] % 5
     other[0] = 4
     np.testing.assert_array_equal(
-        trace(golden, other, segments)[0].logits[1, alone], out.logits[1, alone]
+        trace(golden, other, segments)[0].logits[1, document], out.logits[1, document]
     )
 
 
-one_by_default = pytest.mark.parametrize(
+one_golden_by_default = pytest.mark.parametrize(
     "golden",
     in_tiers(["hf_tiny_d"], sorted({*goldens.NAMES} - {"hf_tiny_d"})),
     indirect=True,
@@ -152,7 +152,7 @@ RATES = Rates(jnp.float32(0), jnp.float32(0))
 
 
 def batch_of(tokens):
-    """One document per row, every token but the first a target."""
+    """Returns a batch of one document per row, with every token but the first as a target."""
     ones = np.ones(tokens.shape, np.float32)
     return {
         "token_ids": tokens,
@@ -164,7 +164,7 @@ def batch_of(tokens):
 
 
 def balance_of(golden):
-    """Balance loss of what transformers routed, summed over layers."""
+    """Returns the balance loss of transformers' routing, summed over layers."""
     total, everyone = 0.0, np.ones(golden.tokens.shape, bool)
     for logits, weights in zip(golden.arrays["router_logits"], golden.arrays["router_weights"]):
         chosen = np.argsort(weights == 0, axis=-1, kind="stable")
@@ -173,17 +173,17 @@ def balance_of(golden):
     return total
 
 
-@one_by_default
-def test_gradients(golden):
+@one_golden_by_default
+def test_gradients_equal_golden(golden):
     step = jax.jit(gradient_function(golden.cfg, PLAIN))
     loss, parts, grads = step(golden.params, batch_of(golden.tokens), RATES)
     np.testing.assert_allclose(loss, golden.arrays["loss"], rtol=1e-6)
     np.testing.assert_allclose(parts.balance, balance_of(golden), rtol=1e-5)
-    ours = goldens.under_hf_names(golden.cfg, flatten(jax.device_get(grads)))
+    ours = goldens.to_hf_names(golden.cfg, flatten(jax.device_get(grads)))
     for name, expected in np.load(goldens.FOLDER / golden.name / "grads.npz").items():
         atol = 5e-5 * np.abs(expected).max()
         np.testing.assert_allclose(ours[name], expected, atol=atol, rtol=0, err_msg=name)
-    norms = golden.meta["grad_norms"]  # of every parameter, where grads.npz holds some layers
+    norms = golden.meta["grad_norms"]  # of all parameters; grads.npz has some layers only
     for name, norm in norms.items():
         np.testing.assert_allclose(np.linalg.norm(ours[name]), norm, rtol=5e-5, err_msg=name)
     for name in set(ours) - set(norms):
@@ -194,10 +194,10 @@ def test_gradients(golden):
     assert set(without) - set(buffers) == set(golden.meta["parameters_without_gradient"])
 
 
-@one_by_default
-def test_float64(golden):
+@one_golden_by_default
+def test_float64_equals_golden(golden):
     with jax.enable_x64(True):
-        cfg, params = golden.as_float64()
+        cfg, params = golden.to_float64()
         targets = golden.tokens[:, 1:].reshape(-1)
 
         @jax.jit
@@ -218,8 +218,8 @@ def test_float64(golden):
 
 
 @pytest.mark.parametrize("golden", in_tiers(["hf_tiny_d"], ["hf_tiny_a"]), indirect=True)
-def test_mtp(golden):
-    """Three steps of the one layer, each from the normed hidden state of the step before."""
+def test_mtp_chain_equals_golden(golden):
+    """The one layer runs three steps, each from the normed hidden state of the previous one."""
     tokens = golden.tokens
     step = jax.jit(glm5.forward_mtp, static_argnums=3)
     hidden = golden.arrays["final_hidden"]
@@ -231,7 +231,7 @@ def test_mtp(golden):
         if f"mtp_logits{suffix}" in golden.arrays:
             logits = golden.arrays[f"mtp_logits{suffix}"]
             np.testing.assert_allclose(out.logits[:, :-k], logits, atol=8e-4, rtol=0)
-            near(golden, "mtp_hidden", hidden[:, :-k], golden.arrays[f"mtp_hidden{suffix}"])
+            assert_near(golden, "mtp_hidden", hidden[:, :-k], golden.arrays[f"mtp_hidden{suffix}"])
 
 
 FRESH = """
@@ -246,7 +246,7 @@ print(json.dumps(float(np.abs(logits - arrays["logits"]).max())))
 
 
 @pytest.mark.slow
-def test_logits_under_the_flags_of_real_runs(plain_env):
+def test_logits_in_fresh_process_equal_golden(plain_env):
     folder = str(goldens.FOLDER / "hf_tiny_b")
     child = subprocess.run(
         [sys.executable, "-c", FRESH, folder], env=plain_env, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""RoPE against the NumPy oracle (complex numbers): interleaved pairs, theta, YaRN."""
+"""Tests of RoPE against the NumPy oracle in complex numbers: interleaved pairs, theta, YaRN."""
 
 import dataclasses
 
@@ -21,17 +21,17 @@ YARN = RopeParameters(
 )
 CASES = {
     "plain": RopeParameters(rope_theta=10_000.0),
-    "another theta": RopeParameters(rope_theta=8e6),
+    "other theta": RopeParameters(rope_theta=8e6),
     "yarn": YARN,
     "yarn with mscale": dataclasses.replace(YARN, mscale=0.9, mscale_all_dim=0.6),
     "yarn with one mscale": dataclasses.replace(YARN, mscale_all_dim=0.6),
-    "yarn with a given factor": dataclasses.replace(YARN, attention_factor=1.3),
+    "yarn with attention_factor": dataclasses.replace(YARN, attention_factor=1.3),
     "yarn without truncation": dataclasses.replace(YARN, truncate=False),
     "yarn with released betas": dataclasses.replace(
         YARN, rope_theta=1e6, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096
     ),
     "yarn beyond the last pair": dataclasses.replace(YARN, beta_fast=1e-9, beta_slow=1e-10),
-    "yarn with a ramp of width zero": dataclasses.replace(YARN, beta_slow=4.0, truncate=False),
+    "yarn with ramp of width zero": dataclasses.replace(YARN, beta_slow=4.0, truncate=False),
     "yarn that shrinks": dataclasses.replace(YARN, factor=0.5),
 }
 DIM = 16
@@ -42,13 +42,13 @@ def parameters(request):
     return CASES[request.param]
 
 
-def test_frequencies_and_magnitude(parameters):
+def test_rope_frequencies_equal_oracle(parameters):
     frequencies, magnitude = oracle.rope_frequencies(dataclasses.asdict(parameters), DIM, 128)
     np.testing.assert_allclose(rope.inverse_frequencies(parameters, DIM), frequencies, rtol=1e-12)
     assert rope.magnitude(parameters) == pytest.approx(magnitude, rel=1e-12)
 
 
-def test_rotation(parameters):
+def test_rotation_equals_oracle(parameters):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 5, 3, DIM)).astype(np.float32)
     positions = np.array([[0, 1, 2, 3, 4], [7, 8, 90, 0, 1]], np.int32)
@@ -62,26 +62,26 @@ def test_rotation(parameters):
     np.testing.assert_allclose(one_head, expected[:, :, 0], atol=1e-4)
 
 
-def test_dot_products_depend_on_distance_alone():
+def test_dot_products_depend_on_distance_only():
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 1, 1, DIM)).astype(np.float32)
 
     def dot(q_position, k_position):
-        turned = [
+        rotated = [
             rotate(
                 jnp.asarray(x)[None],
                 *rope.rope_table(CASES["plain"], DIM, jnp.array([[at]]), jnp.float32),
             )
             for x, at in ((q, q_position), (k, k_position))
         ]
-        return float(jnp.sum(turned[0] * turned[1]))
+        return float(jnp.sum(rotated[0] * rotated[1]))
 
     assert dot(9, 4) == pytest.approx(dot(105, 100), abs=1e-4)
     assert dot(9, 4) != pytest.approx(dot(9, 5), abs=1e-2)
     assert dot(9, 9) == pytest.approx(float(np.sum(q * k)), abs=1e-5)
 
 
-def test_angles_are_wide_where_the_model_is_not():
+def test_computes_angles_in_float32():
     """A bfloat16 position has 8 bits: 1001 and 1002 would be the same."""
     positions = jnp.array([[1001, 1002]])
     cos, _ = rope.rope_table(CASES["plain"], DIM, positions, jnp.bfloat16)
@@ -92,7 +92,7 @@ def test_angles_are_wide_where_the_model_is_not():
 
 
 @pytest.mark.parametrize("name", ["plain", "yarn", "yarn with mscale", "yarn that shrinks"])
-def test_softmax_scale(name):
+def test_softmax_scale_equals_oracle(name):
     cfg = ModelConfig(rope_parameters=CASES[name], max_position_embeddings=128)
     head = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
     expected = oracle.softmax_scale(dataclasses.asdict(CASES[name]), head, 128)

@@ -1,4 +1,4 @@
-"""Router, balance loss and balance bias against the NumPy oracle."""
+"""Tests of router, balance loss and balance bias against the NumPy oracle."""
 
 import dataclasses
 
@@ -28,11 +28,11 @@ CASES = {
 }
 
 
-compiled = jax.jit(route, static_argnums=2)
+jitted_route = jax.jit(route, static_argnums=2)
 
 
-def both(cfg, x=X, weight=WEIGHT, bias=BIAS):
-    ours = compiled({"weight": weight, "bias": bias}, x, cfg)
+def route_and_oracle(cfg, x=X, weight=WEIGHT, bias=BIAS):
+    ours = jitted_route({"weight": weight, "bias": bias}, x, cfg)
     logits = x.astype(np.float64) @ weight.astype(np.float64)
     theirs = oracle.route(
         logits,
@@ -48,37 +48,39 @@ def both(cfg, x=X, weight=WEIGHT, bias=BIAS):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shift", [0.0, -3.0], ids=["", "negative scores"])
-def test_choice_and_weights(name, shift):
-    """With a bias of -3 every biased score is negative: a group mask of 0 would win."""
+def test_routing_equals_oracle(name, shift):
+    """With a bias of -3 all biased scores are negative, so a group mask of 0 would win."""
     cfg = dataclasses.replace(BASE, **CASES[name])
-    ours, (ids, weights), logits = both(cfg, bias=BIAS + np.float32(shift))
+    ours, (ids, weights), logits = route_and_oracle(cfg, bias=BIAS + np.float32(shift))
     np.testing.assert_array_equal(ours.expert_ids, ids)
     np.testing.assert_allclose(ours.combine_weights, weights, rtol=1e-5)
     np.testing.assert_allclose(ours.probs, oracle.sigmoid(logits), rtol=1e-5)
 
 
-def test_the_bias_chooses_and_never_weighs():
+def test_bias_changes_selection_only():
     bias = np.zeros(E, np.float32)
     bias[4] = 10
-    ours, _, logits = both(dataclasses.replace(BASE, norm_topk_prob=False), bias=bias)
+    ours, _, logits = route_and_oracle(dataclasses.replace(BASE, norm_topk_prob=False), bias=bias)
     assert (ours.expert_ids[:, 0] == 4).all()
     expected = oracle.sigmoid(logits[:, 4]) * BASE.routed_scaling_factor
     np.testing.assert_allclose(ours.combine_weights[:, 0], expected, rtol=1e-5)
 
 
-def test_ties_go_to_the_lower_expert():
+def test_breaks_ties_by_lower_expert():
     cfg = dataclasses.replace(BASE, n_group=4, topk_group=2)
-    ours, (ids, _), _ = both(cfg, weight=np.zeros_like(WEIGHT), bias=np.zeros_like(BIAS))
+    ours, (ids, _), _ = route_and_oracle(
+        cfg, weight=np.zeros_like(WEIGHT), bias=np.zeros_like(BIAS)
+    )
     assert (ours.expert_ids == np.arange(3)).all() and (ids == np.arange(3)).all()
 
 
-def test_weights_of_vanishing_scores_are_finite():
-    """Every sigmoid underflows; the 1e-20 in the denominator keeps 0/0 away."""
-    ours, _, _ = both(BASE, x=-1e4 * np.ones_like(X), weight=np.ones_like(WEIGHT))
+def test_weights_of_underflowing_scores_are_zero():
+    """All sigmoids underflow; the 1e-20 in the denominator prevents 0/0."""
+    ours, _, _ = route_and_oracle(BASE, x=-1e4 * np.ones_like(X), weight=np.ones_like(WEIGHT))
     assert (ours.combine_weights == 0).all()
 
 
-def test_the_router_is_wide_in_a_bfloat16_model():
+def test_router_computes_in_float32():
     x, weight = jnp.asarray(X, jnp.bfloat16), jnp.asarray(WEIGHT, jnp.bfloat16)
     ours = route({"weight": weight, "bias": BIAS}, x, BASE)
     wide = route({"weight": weight.astype(jnp.float32), "bias": BIAS}, x.astype(jnp.float32), BASE)
@@ -86,7 +88,7 @@ def test_the_router_is_wide_in_a_bfloat16_model():
     jax.tree.map(np.testing.assert_array_equal, ours, wide)
 
 
-def test_gradient_reaches_the_weight_and_not_the_bias():
+def test_bias_has_no_gradient():
     def loss(w):
         out = route(w, jnp.asarray(X), BASE)
         return jnp.sum(out.combine_weights * jnp.arange(3.0)[None])
@@ -102,8 +104,8 @@ def balance(logits, ids, valid, cfg=BASE):
     return run(probs, ids, valid)
 
 
-def test_balance_loss():
-    _, (ids, _), logits = both(BASE)
+def test_balance_loss_equals_oracle():
+    _, (ids, _), logits = route_and_oracle(BASE)
     ids, logits = ids.reshape(B, T, -1), logits.reshape(B, T, E)
     valid = np.ones((B, T), bool)
     valid[0, 5:] = False
@@ -114,15 +116,15 @@ def test_balance_loss():
     np.testing.assert_allclose(balance(logits, ids, valid) / B, expected, rtol=1e-5)
 
 
-def test_balance_loss_of_a_balanced_row_is_one():
+def test_balance_loss_of_balanced_row_is_one():
     ids = np.arange(T * 3).reshape(1, T, 3) % 9
     cfg = dataclasses.replace(BASE, n_routed_experts=9)
     got = balance(np.zeros((1, T, 9)), ids, np.ones((1, T), bool), cfg)
     assert float(got) == pytest.approx(1.0)
 
 
-def test_balance_loss_pushes_scores_of_loaded_experts_down():
-    """Frequencies are counts: the gradient flows through the mean scores alone."""
+def test_balance_loss_lowers_scores_of_loaded_experts():
+    """Frequencies are counts, so the gradient flows through the mean scores only."""
     ids = np.zeros((1, T, 3), np.int32) + np.arange(3)
     valid = jnp.ones((1, T), bool)
 
@@ -134,7 +136,7 @@ def test_balance_loss_pushes_scores_of_loaded_experts_down():
     step = 1e-2
     logits = np.zeros((1, T, E))
     up, down = (oracle.balance_loss(logits + s * step, ids, np.ones((1, T), bool)) for s in (1, -1))
-    assert up == pytest.approx(down)  # the same change everywhere leaves shares as they are
+    assert up == pytest.approx(down)  # a common change does not change the shares
     logits[0, 2, 1] = step
     slope = (oracle.balance_loss(logits, ids, np.ones((1, T), bool)) - up) / step
     assert float(grads[0, 2, 1]) == pytest.approx(slope, rel=2e-2)
@@ -145,11 +147,13 @@ def test_load_counts_valid_tokens():
     np.testing.assert_array_equal(expert_load(ids, np.array([True, True, False]), 4), [1, 2, 1, 0])
 
 
-def test_balance_bias():
+def test_balance_bias_equals_oracle():
     bias = RNG.standard_normal((2, 4)).astype(np.float32)
     load = np.array([[3, 5, 4, 4], [0, 0, 8, 0]], np.float32)
     got = balance_bias(jnp.asarray(bias), jnp.asarray(load), 1e-3)
     expected = [oracle.moved_bias(b, n, 1e-3) for b, n in zip(bias, load)]
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    np.testing.assert_array_equal(np.asarray(got)[0, 2:], bias[0, 2:])  # at the mean: unmoved
+    np.testing.assert_array_equal(
+        np.asarray(got)[0, 2:], bias[0, 2:]
+    )  # loads at the mean do not change the bias
     np.testing.assert_array_equal(balance_bias(jnp.asarray(bias), jnp.asarray(load), 0.0), bias)

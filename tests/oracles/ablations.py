@@ -25,7 +25,7 @@ def unit(x):
 
 
 def documents(segments):
-    """Lists of the places of each document of a row of segment ids; 0 belongs to none."""
+    """Returns the indices of each document of a row of segment ids; 0 is padding."""
     changes = np.flatnonzero(np.diff(segments)) + 1
     return [at for at in np.split(np.arange(len(segments)), changes) if segments[at[0]]]
 
@@ -53,8 +53,8 @@ def linear(q, k, v, g, beta, segments, form, taps=None):
                 group = head * k.shape[2] // n
                 parts = [q[row, at, head], k[row, at, group], v[row, at, group]]
                 if taps is not None:
-                    own = (taps[0][head], taps[1][group], taps[2][group])
-                    parts = [silu(convolve(x, w)) for x, w in zip(parts, own, strict=True)]
+                    head_taps = (taps[0][head], taps[1][group], taps[2][group])
+                    parts = [silu(convolve(x, w)) for x, w in zip(parts, head_taps, strict=True)]
                 query, key, value = unit(parts[0]), unit(parts[1]), parts[2]
                 gates = g[row, at, head], beta[row, at, head]
                 out[row, at, head] = form(query, key, value, *gates)

@@ -1,7 +1,7 @@
 """MLA's formulas in NumPy float64, one function each; axis letters of glm5_jax/parallel/axes.py.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1), YaRN (arXiv 2309.00071), and the conventions of
-transformers' `glm_moe_dsa`. Nothing here is fast; everything here is meant to be read.
+transformers' `glm_moe_dsa`. The code is written for readers, not for speed.
 """
 
 import math
@@ -22,14 +22,14 @@ def layer_norm(x, weight, bias, eps):
 
 
 def softmax(x):
-    """Over the last dimension; -inf entries get 0, and a row of nothing but -inf gets zeros."""
+    """Computes softmax over the last dimension; entries of -inf are 0, also in a row of only -inf."""
     top = np.max(x, axis=-1, keepdims=True)
     e = np.exp(x - np.where(np.isfinite(top), top, 0.0))
     return e / np.maximum(np.sum(e, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
 
 
 def yarn_mscale(factor, mscale):
-    """0.1 mscale ln(factor) + 1, and 1 where the context is not stretched."""
+    """0.1 mscale ln(factor) + 1, and 1 if the context is not extended."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -42,12 +42,12 @@ def rope_frequencies(rope, dim, max_positions):
     original = rope.get("original_max_position_embeddings") or max_positions
     factor = rope.get("factor") or max_positions / original
 
-    def pair_that_turns(rotations):
-        """Index of the pair that makes so many turns over the original context."""
+    def pair_index(rotations):
+        """Returns the index of the pair with this number of rotations over the original context."""
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low = pair_that_turns(rope.get("beta_fast") or 32)
-    high = pair_that_turns(rope.get("beta_slow") or 1)
+    low = pair_index(rope.get("beta_fast") or 32)
+    high = pair_index(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -81,18 +81,18 @@ def rope_turns(frequencies, magnitude, positions):
 
 
 def rope_interleaved(x, turns):
-    """Turns the pairs (x0, x1), (x2, x3), ... of x [b t ... r], read as complex numbers.
+    """Rotates the pairs (x0, x1), (x2, x3), ... of x [b t ... r] as complex numbers.
 
-    The result holds all real parts, then all imaginary parts, as transformers stores it; with the
-    same order in queries and keys no dot product notices.
+    The result has all real parts, then all imaginary parts, like in transformers. Dot products do not depend on this
+    order, because queries and keys share it.
     """
     turns = turns.reshape(turns.shape[:2] + (1,) * (x.ndim - 3) + turns.shape[2:])
-    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * turns
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    rotated = (x[..., 0::2] + 1j * x[..., 1::2]) * turns
+    return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
 def visible_keys(segment_ids):
-    """bool [b t s]: the key is not later than the query, and of its segment, which is not 0."""
+    """bool [b t s]: the key is not later than the query and has its segment, which is not 0."""
     t = segment_ids.shape[1]
     causal = np.arange(t)[None, :] <= np.arange(t)[:, None]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -100,12 +100,12 @@ def visible_keys(segment_ids):
 
 
 def within_window(query_index, key_index, window):
-    """bool [t s]: the key is the query's own or one of the window - 1 before it, or comes later."""
+    """bool [t s]: the key is at the query's position, at one of the window - 1 before it, or later."""
     return query_index[:, None] - key_index[None, :] < window
 
 
 def attend(query, key, value, keep, scale):
-    """softmax(query . key * scale over the kept keys) . value: [b t n u]; no key, no output.
+    """softmax(query . key * scale) . value over the keys of `keep`: [b t n u]; zeros without keys.
 
     query [b t n x], key [b s n x], value [b s n u], keep bool [b t s].
     """

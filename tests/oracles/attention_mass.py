@@ -1,13 +1,13 @@
-"""How much of a query's attention some keys hold, and how many keys hold some of it, in NumPy float64."""
+"""Computes the attention mass of sets of keys, and the number of keys for a given mass, in NumPy float64."""
 
 import numpy as np
 
 
 def of_query(p, chosen, k, level):
-    """(selected, best, recent, keys) of one query.
+    """Returns (selected, best, recent, keys) of one query.
 
-    p [s]: the mass on each key that it sees; chosen: those of k keys that its indexer picked; keys: the
-    fewest that hold `level` of the mass.
+    p [s]: the mass of each visible key. chosen: the keys that the indexer selected. keys: the minimum number of keys
+    that hold `level` of the mass.
     """
     p = np.asarray(p, np.float64)
     p = p / p.sum()

@@ -29,16 +29,16 @@ def route(
 ):
     """(expert_ids [... a], combine_weights [... a]) of router_logits [... e].
 
-    The bias chooses and never weighs. A group counts by its two best biased scores, and experts of
-    other groups are out of the race even where every biased score is negative.
+    The bias affects the selection only. A group's score is the sum of its two best biased scores. Experts of
+    other groups are never selected, even if all biased scores are negative.
     """
     scores = sigmoid(router_logits)
     biased = scores + router_bias
     grouped = biased.reshape(*biased.shape[:-1], n_group, -1)
     if n_group > 1:
         group_score = np.sum(np.sort(grouped, axis=-1)[..., -2:], axis=-1)
-        kept = best(group_score, topk_group)
-        mask = (kept[..., None] == np.arange(n_group)).any(axis=-2)
+        groups = best(group_score, topk_group)
+        mask = (groups[..., None] == np.arange(n_group)).any(axis=-2)
         biased = np.where(mask[..., None], grouped, -np.inf).reshape(biased.shape)
     expert_ids = best(biased, top_k)
     weights = np.take_along_axis(scores, expert_ids, axis=-1)
@@ -48,7 +48,7 @@ def route(
 
 
 def scatter_weights(expert_ids, combine_weights, num_experts):
-    """[... e]: the combine weight of every expert, 0 where it was not chosen."""
+    """[... e]: the combine weight of every expert, 0 if it was not selected."""
     hit = expert_ids[..., None] == np.arange(num_experts)
     return np.sum(np.where(hit, combine_weights[..., None], 0.0), axis=-2)
 
@@ -56,9 +56,9 @@ def scatter_weights(expert_ids, combine_weights, num_experts):
 def balance_loss(router_logits, expert_ids, counted):
     """Sequence balance loss, mean over sequences: sum_e f_e P_e (weight it with 1e-4).
 
-    router_logits [b t e], expert_ids [b t a], counted bool [b t]. In each sequence f_e is the share
-    of choices that fell on e, times e's number (1 when balanced), and P_e the mean of the sigmoid
-    scores after they are normalised over experts. A sequence without a counted token adds 0.
+    router_logits [b t e], expert_ids [b t a], counted bool [b t]. In each sequence, f_e is the share
+    of choices of expert e, times the number of experts (1 when balanced), and P_e the mean of the sigmoid
+    scores normalized over experts. A sequence without a counted token adds 0.
     """
     b, _, num_experts = router_logits.shape
     total = 0.0

@@ -1,6 +1,6 @@
-"""The whole model in NumPy float64, from a HuggingFace config dict and HF-named arrays.
+"""The full model in NumPy float64, from a HuggingFace config dict and HF-named arrays.
 
-It knows no JAX and nothing of `glm5_jax`. `forward` runs `glm_moe_dsa` (with IndexShare, expert
+It uses neither JAX nor `glm5_jax`. `forward` runs `glm_moe_dsa` (with IndexShare, expert
 groups, YaRN, biases, tied embeddings, left padding and packed documents) and `glm4_moe_lite`, which
 is the same without an indexer; `mtp` runs the multi-token-prediction layer in a chain.
 """
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from tests.oracles import attention, eight_bits, experts, indexer, indexer_kl
 
-LATENT_NORM_EPS = 1e-6  # transformers' class default, whatever rms_norm_eps says
+LATENT_NORM_EPS = 1e-6  # transformers' class default, independent of rms_norm_eps
 INDEX_NORM_EPS = 1e-6
 
 
@@ -34,13 +34,13 @@ def load(folder):
 
 
 def part(weights, prefix):
-    """The arrays below a prefix, under their names there."""
+    """Returns the arrays with a prefix, by their names without it."""
     start = prefix + "."
     return {n[len(start) :]: w for n, w in weights.items() if n.startswith(start)}
 
 
 def linear(x, p, name):
-    """x W^T, plus the bias where the checkpoint has one."""
+    """x W^T, plus the bias if the checkpoint has one."""
     y = x @ p[f"{name}.weight"].T
     return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
 
@@ -68,8 +68,8 @@ def turns_of(config, positions):
 def index_inputs(p, config, x, c_q, turns):
     """(idx_q [b t i j], idx_k [b t j], idx_w [b t i]) from the normed input and the query latent.
 
-    RoPE turns the *first* r of the j dimensions. Where the config has an "index_cache", queries and keys are as they
-    are read back of those 8 bits.
+    RoPE rotates the *first* r of the j dimensions. If the config has an "index_cache", queries and keys are quantized
+    to 8 bits and dequantized.
     """
     b, t, _ = x.shape
     r = config["qk_rope_head_dim"]
@@ -82,16 +82,16 @@ def index_inputs(p, config, x, c_q, turns):
 
     q, k, kind = turn(q), turn(k), config.get("index_cache")
     if kind:
-        q, k = (eight_bits.kept(v, kind) for v in (q, k))
+        q, k = (eight_bits.quantize_dequantize(v, kind) for v in (q, k))
     return q, k, linear(x, p, "weights_proj")
 
 
 def mla(p, config, x, turns, visible, topk, sparse):
-    """Attention of the normed input x [b t d]: (out [b t d], topk, keys kept, index scores, probabilities).
+    """Attention of the normed input x [b t d]: (out [b t d], topk, attended keys, index scores, probabilities).
 
     `topk` is the selection of an earlier layer; a layer with an indexer replaces it. Index scores
     are None without an indexer and -inf where a key is not visible. Probabilities [b t s] are summed over heads.
-    Where the config has a "latent_cache", c_kv is as it is read back of those 8 bits, for up to 128 columns.
+    If the config has a "latent_cache", c_kv, of up to 128 columns, is quantized to 8 bits and dequantized.
     """
     b, t, _ = x.shape
     h, r, u = (
@@ -109,7 +109,7 @@ def mla(p, config, x, turns, visible, topk, sparse):
     c_kv, k_rope = np.split(linear(x, p, "kv_a_proj_with_mqa"), [c], axis=-1)
     c_kv = attention.rms_norm(c_kv, p["kv_a_layernorm.weight"], LATENT_NORM_EPS)
     if config.get("latent_cache"):
-        c_kv = eight_bits.kept(c_kv, config["latent_cache"])
+        c_kv = eight_bits.quantize_dequantize(c_kv, config["latent_cache"])
     k_rope = attention.rope_interleaved(k_rope, turns)
     kv = linear(c_kv, p, "kv_b_proj").reshape(b, t, n, h + u)
     k_rope = np.broadcast_to(k_rope[:, :, None], (b, t, n, r))
@@ -133,7 +133,7 @@ def mla(p, config, x, turns, visible, topk, sparse):
 
 
 def feed_forward(p, config, x):
-    """Dense SwiGLU or MoE, as the layer's weights say: (out, router logits, combine weights [e])."""
+    """Dense SwiGLU or MoE, depending on the layer's weights: (out, router logits, combine weights [e])."""
     if "gate_proj.weight" in p:
         return experts.swiglu(x, *_swiglu_weights(p)), None, None
     router_logits = x @ p["gate.weight"].T
@@ -162,7 +162,7 @@ def _swiglu_weights(p):
 
 
 def layer(p, config, x, turns, visible, topk, sparse):
-    """One pre-norm decoder layer; returns (x, topk, what it computed on the way)."""
+    """Runs one pre-norm decoder layer; returns (x, topk, intermediate results)."""
     eps = config["rms_norm_eps"]
     normed = attention.rms_norm(x, p["input_layernorm.weight"], eps)
     attn_out, topk, keep, scores, probs = mla(
@@ -200,9 +200,9 @@ def forward(
 ):
     """Runs token_ids int [b t]; returns a dict of float64 arrays.
 
-    segment_ids int [b t] (0 = padding; default: one document per row) limit who sees whom, and
-    positions default to the index within the segment. attention_kind "dense" leaves the indexer
-    out. Keys, stacked over the layers that have them: logits [b t v], hidden_states [l+1 b t d]
+    segment_ids int [b t] (0 = padding; default: one document per row) limit attention, and
+    positions default to the index within the segment. attention_kind "dense" does not use the
+    indexer. Keys, stacked over the layers that have them: logits [b t v], hidden_states [l+1 b t d]
     (before the final norm), final_hidden [b t d], attn_out and mlp_out [l b t d], selected bool
     [l b t s], index_scores and attention (summed over heads) [l b t s], topk [l b t k], router_logits and router_weights [l b t e].
     """
@@ -222,8 +222,8 @@ def forward(
 
     out = {"hidden_states": np.stack(hidden_states), "final_hidden": final}
     for name in traces[0]:
-        found = [trace[name] for trace in traces if trace[name] is not None]
-        out[name] = np.stack(found) if found else None
+        arrays = [trace[name] for trace in traces if trace[name] is not None]
+        out[name] = np.stack(arrays) if arrays else None
     return out | {"logits": head(weights, final)}
 
 
@@ -231,9 +231,9 @@ def mtp(weights, config, token_ids, final_hidden, segment_ids=None, steps=1):
     """The MTP layer, applied `steps` times with the same weights; a list of one dict per step.
 
     Step k (from 1) joins the embedding of token i+k with the normed output of step k-1 at i
-    (final_hidden [b t d] for the first) and predicts token i+k+1, so it has t-k places. Each dict:
-    hidden [b t-k d] (normed; what the next step gets), logits, selected, and valid bool [b t-k]:
-    token i+k belongs to the segment of token i. Places that are not valid hold nothing of meaning.
+    (final_hidden [b t d] for the first) and predicts token i+k+1, so it has t-k positions. Each dict:
+    hidden [b t-k d] (normed; input of the next step), logits, selected, and valid bool [b t-k]:
+    token i+k belongs to the segment of token i. Invalid positions have no meaningful values.
     """
     segment_ids = np.ones_like(token_ids) if segment_ids is None else np.asarray(segment_ids)
     positions, eps = positions_of(segment_ids), config["rms_norm_eps"]
@@ -250,7 +250,7 @@ def mtp(weights, config, token_ids, final_hidden, segment_ids=None, steps=1):
             ],
             axis=-1,
         )
-        # The place of token i+k; only differences of positions matter.
+        # The position of token i+k; only differences of positions matter.
         turns, visible = (
             turns_of(config, positions[:, :-k] + k),
             attention.visible_keys(now),
@@ -269,10 +269,10 @@ def mtp(weights, config, token_ids, final_hidden, segment_ids=None, steps=1):
 
 
 def draft(weights, config, token_ids, final_hidden, drafts):
-    """Logits [b k v] of the drafts int [b k] behind token_ids [b t], by one MTP layer with one cache.
+    """Logits [b k v] of the drafts int [b k] after token_ids [b t], by one MTP layer with one cache.
 
-    final_hidden [b t-1 d]: the newest token is not yet in the trunk. The layer sees one entry per
-    token, made from the trunk's state before it; a draft's entry is made from the layer's own.
+    final_hidden [b t-1 d]: the trunk has not processed the newest token. The layer has one entry per
+    token, computed from the trunk's state before it; a draft's entry is computed from the layer's state.
     """
     hidden, logits = final_hidden, []
     for k in range(drafts.shape[1]):
@@ -291,7 +291,7 @@ def mean_cross_entropy(logits, targets):
 
 
 def greedy(weights, config, token_ids, num_tokens, attention_mask=None):
-    """Appends the best next token num_tokens times, a full forward each; no cache to be wrong."""
+    """Appends the best next token num_tokens times, by a full forward each, without a cache."""
     mask = np.ones_like(token_ids) if attention_mask is None else np.asarray(attention_mask)
     for _ in range(num_tokens):
         logits = forward(weights, config, token_ids, segment_ids=mask)["logits"][:, -1]

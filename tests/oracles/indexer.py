@@ -10,7 +10,7 @@ def relu(x):
 def index_scores(idx_q, idx_k, idx_w):
     """Sum over index heads of weight * ReLU(query . key): [b t s].
 
-    idx_q [b t i j] and idx_k [b s j] are rotated already; idx_w [b t i] is signed and unscaled.
+    idx_q [b t i j] and idx_k [b s j] are rotated; idx_w [b t i] is signed and unscaled.
     Both scales, j^-0.5 on the dot product and i^-0.5 on the weights, are applied here.
     """
     heads, dim = idx_q.shape[-2:]
@@ -35,5 +35,5 @@ def select(scores, visible, k):
 
 
 def selection_mask(topk, s):
-    """bool [b t s]: the keys that topk [b t k] names."""
+    """bool [b t s]: True for the keys of topk [b t k]."""
     return (topk[..., None] == np.arange(s)).any(axis=-2)

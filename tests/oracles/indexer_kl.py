@@ -1,7 +1,7 @@
-"""What the sparse attention's indexer is trained with, in NumPy float64 (DeepSeek-V3.2, arXiv 2512.02556).
+"""Training loss of the sparse attention's indexer, in NumPy float64 (DeepSeek-V3.2, arXiv 2512.02556).
 
-For every query, KL(p || softmax(I)) over the keys that it may see: p is the main attention's
-probability, summed over heads and normalised over the keys, and I the index scores.
+For every query, KL(p || softmax(I)) over its visible keys: p is the main attention's
+probability, summed over heads and normalized over the keys, and I the index scores.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def summed_attention_probs(q, k, keep, scale):
 
 
 def log_sum_exp(q, k, keep, scale):
-    """[b t n] of the same logits; inf where a query keeps no key."""
+    """[b t n] of the same logits; inf for queries without keys."""
     logits = np.einsum("btnx,bsnx->btns", q, k) * scale
     top = np.max(logits, axis=-1, keepdims=True)
     total = np.sum(np.where(keep[:, :, None], np.exp(logits - top), 0.0), axis=-1)

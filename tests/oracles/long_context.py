@@ -1,7 +1,6 @@
-"""Solves long-context tasks from their prompts alone, by reading them as a person would.
+"""Solves long-context tasks from their prompts, with regular expressions and marker ids.
 
-Knows the wording of the text surface and the marker ids of the token surface, nothing of how a task
-was made; so it also shows that the prompt decides the answers.
+It does not use how a task was generated, so it also shows that the prompt determines the answers.
 """
 
 import collections
@@ -9,22 +8,22 @@ import re
 
 
 def solve_text(kind: str, prompt: str) -> list[str]:
-    """The answers as text, without separators."""
+    """Returns the answers as text, without separators."""
     if kind == "variable":
         value = re.search(r"names stand for (\d+)", prompt)[1]
-        stands, found = {}, []
+        assigned, answers = {}, []
         for name, what in re.findall(r"Let (\w+) stand for (\w+)\.\n", prompt):
-            stands[name] = stands.get(what, what)
-            if stands[name] == value:
-                found.append(name)
-        return found
+            assigned[name] = assigned.get(what, what)
+            if assigned[name] == value:
+                answers.append(name)
+        return answers
     if kind == "frequent":
         count = int(re.search(r"Which (\d+) words", prompt)[1])
         listed = prompt.split("\n\n", 1)[1].rsplit("\n\nQuestion", 1)[0]
         return [word for word, _ in collections.Counter(listed.split()).most_common(count)]
     if kind == "mrcr":
-        asked = r"Write (\d+) and then, word by word, the (\w+) (\w+) about (\w+)\.\nPoet:$"
-        tag, ordinal, form, topic = re.search(asked, prompt).groups()
+        pattern = r"Write (\d+) and then, word by word, the (\w+) (\w+) about (\w+)\.\nPoet:$"
+        tag, ordinal, form, topic = re.search(pattern, prompt).groups()
         number = "first second third fourth fifth sixth seventh eighth".split().index(ordinal)
         rounds = prompt.rsplit("\n\nReader: Write", 1)[0].split("Reader: Give me a ")[1:]
         opening = f"{form} about {topic}.\nPoet: "
@@ -43,7 +42,7 @@ def solve_text(kind: str, prompt: str) -> list[str]:
 
 
 def solve_tokens(kind: str, prompt: list[int], markers: dict[str, int], config) -> list[list[int]]:
-    """The answers as ids."""
+    """Returns the answers as ids."""
     name = {number: marker for marker, number in markers.items()}
     at = max(i for i, token in enumerate(prompt) if name.get(token, "") in _QUESTIONS)
     context, question = prompt[:at], prompt[at + 1 :]
@@ -51,21 +50,21 @@ def solve_tokens(kind: str, prompt: list[int], markers: dict[str, int], config) 
         return [[w] for w, _ in collections.Counter(context).most_common(config.num_frequent)]
     size = config.value_tokens
     if kind == "variable":
-        stands, found = {}, []
-        for i in _places(context, markers["assign"]):
+        assigned, answers = {}, []
+        for i in _indices(context, markers["assign"]):
             word, what = context[i + 1], tuple(context[i + 2 : i + 2 + size])
-            stands[word] = stands.get(what[0], what)
-            if stands[word] == tuple(question):
-                found.append([word])
-        return found
+            assigned[word] = assigned.get(what[0], what)
+            if assigned[word] == tuple(question):
+                answers.append([word])
+        return answers
     if kind == "mrcr":
         tag, ordinal, *pair = question
         number = int(name[ordinal].removeprefix("number "))
-        asked = [i for i in _places(context, markers["user"]) if context[i + 1 : i + 3] == pair]
-        start = asked[number - 1] + 4
+        selected = [i for i in _indices(context, markers["user"]) if context[i + 1 : i + 3] == pair]
+        start = selected[number - 1] + 4
         return [[tag, *context[start : start + config.reply_tokens]]]
     notes = collections.defaultdict(list)
-    for i in _places(context, markers["note"]):
+    for i in _indices(context, markers["note"]):
         notes[context[i + 1]].append(context[i + 2 : i + 2 + size])
     return notes[question[0]] if kind == "multi_value" else [notes[key][0] for key in question]
 
@@ -73,5 +72,5 @@ def solve_tokens(kind: str, prompt: list[int], markers: dict[str, int], config) 
 _QUESTIONS = ("recall", "recall all", "recall each", "trace", "count", "repeat")
 
 
-def _places(tokens: list[int], marker: int) -> list[int]:
+def _indices(tokens: list[int], marker: int) -> list[int]:
     return [i for i, token in enumerate(tokens) if token == marker]

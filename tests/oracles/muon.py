@@ -6,7 +6,7 @@ PUBLIC_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(g, coefficients=PUBLIC_COEFFICIENTS, steps=5):
-    """The orthogonalised matrix [r c]: p(s) of every singular value s of g / ||g||, p odd quintic."""
+    """Orthogonalizes a matrix [r c]: applies an odd quintic to every singular value of g / ||g||."""
     left, values, right = np.linalg.svd(np.asarray(g, np.float64), full_matrices=False)
     values = values / np.sqrt(np.sum(values**2))
     a, b, c = coefficients
@@ -35,6 +35,6 @@ def adamw_step(w, first, second, count, g, rate, b1=0.9, b2=0.95, eps=1e-8, deca
 
 
 def clip(gradients, limit):
-    """The gradients, scaled down together if their global norm exceeds the limit."""
+    """Scales all gradients down if their global norm exceeds the limit."""
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
     return [g * min(1.0, limit / norm) for g in gradients]

@@ -4,7 +4,7 @@ import math
 
 
 def score(hidden, head):
-    """hidden [t d] of one chat: what stands at its last token counts."""
+    """Returns the score of one chat, hidden [t d], from its last token."""
     return sum(float(x) * float(w) for x, w in zip(hidden[-1], head, strict=True))
 
 

@@ -1,11 +1,11 @@
-"""Symmetric quantisation, its packing and the products of what is quantised, in NumPy float64 and int64."""
+"""Symmetric quantization, its packing and quantized products, in NumPy float64 and int64."""
 
 import numpy as np
 
 
-def quantize(x, most, axis):
-    """(q, scale): scale max |x| / most over an axis, q the nearest integers, even ones from halves."""
-    scale = np.max(np.abs(x), axis=axis) / most
+def quantize(x, max_int, axis):
+    """Returns (q, scale): scale is max |x| / max_int over an axis, q the nearest integers, halves to even."""
+    scale = np.max(np.abs(x), axis=axis) / max_int
     scale = np.where(scale > 0, scale, 1.0)
     return np.rint(x / np.expand_dims(scale, axis)), scale
 

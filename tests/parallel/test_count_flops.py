@@ -1,4 +1,4 @@
-"""The FLOP counter multiplies loops out, follows scopes and refuses what it cannot know."""
+"""Tests of the FLOP counter: loops, scopes, kernels and errors."""
 
 import functools
 
@@ -17,17 +17,17 @@ B = jax.ShapeDtypeStruct((5, 6), jnp.float32)
 PRODUCT = 2 * 4 * 5 * 6
 
 
-def test_a_product_is_two_flops_per_multiply_add():
+def test_counts_two_flops_per_multiply_add():
     assert count_flops(jnp.matmul, A, B) == PRODUCT
     batched = jax.ShapeDtypeStruct((3, 4, 5), jnp.float32)
     assert count_flops(lambda x, b: jnp.einsum("bts,sd->btd", x, b), batched, B) == 3 * PRODUCT
 
 
-def test_elementwise_work_and_reductions_are_free():
+def test_counts_no_elementwise_work():
     assert count_flops(lambda a: jnp.exp(a).sum() + a.max(), A) == 0
 
 
-def test_loops_are_multiplied_out():
+def test_multiplies_by_trips_of_loops():
     assert count_flops(lambda a, b: lax.map(lambda row: row @ b, a), A, B) == PRODUCT
     assert count_flops(lambda a, b: lax.fori_loop(0, 7, lambda i, x: x + a @ b, a @ b), A, B) == (
         8 * PRODUCT
@@ -36,12 +36,12 @@ def test_loops_are_multiplied_out():
     assert count_flops(nested, jax.ShapeDtypeStruct((3, 4, 5), jnp.float32)) == 3 * 2 * 4 * 5 * 4
 
 
-def test_calls_and_checkpoints_are_entered():
+def test_counts_calls_and_checkpoints():
     assert count_flops(jax.jit(jax.checkpoint(jnp.matmul)), A, B) == PRODUCT
     assert count_flops(jax.vmap(jnp.dot, (0, None)), A, B) == PRODUCT
 
 
-def test_a_gradient_recomputes_under_a_checkpoint():
+def test_counts_recomputation_of_checkpoint():
     def loss(a, b):
         return jnp.sum(jnp.sin(a @ b))
 
@@ -50,8 +50,8 @@ def test_a_gradient_recomputes_under_a_checkpoint():
     assert count_flops(again, A, B) == 4 * PRODUCT
 
 
-def test_what_no_result_depends_on_is_left_out():
-    """As XLA does it: also out of loops, of branches, and of what a checkpoint computes again."""
+def test_ignores_unused_work():
+    """Like XLA, the counter drops unused work, also in loops, branches and recomputation."""
 
     def loop(a, b):
         return lax.scan(lambda x, row: (x + 1, (row * 2, row @ b)), jnp.float32(0), a)[0]
@@ -71,21 +71,21 @@ def test_what_no_result_depends_on_is_left_out():
 
     assert count_flops(branch, A, B) == 0
 
-    # The last product of what is computed again is nothing that a gradient needs.
+    # The gradient does not need the last product of the recomputation.
     def chain(a, b):
         return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ b) @ b.T)(a))
 
     assert count_flops(jax.value_and_grad(chain), A, B) == (2 + 1 + 2) * PRODUCT
 
 
-def test_a_branch_counts_as_its_most_expensive_arm():
+def test_counts_most_expensive_branch():
     def branch(a, b):
         return lax.cond(a[0, 0] > 0, lambda: a @ b, lambda: jnp.zeros((4, 6)))
 
     assert count_flops(branch, A, B) == PRODUCT
 
 
-def test_a_loop_without_a_known_end_needs_its_number_of_trips():
+def test_unbounded_loop_requires_trips():
     def loop(a, b, n):
         return lax.fori_loop(0, n, lambda i, x: x + a @ b, jnp.zeros((4, 6)))
 
@@ -94,15 +94,15 @@ def test_a_loop_without_a_known_end_needs_its_number_of_trips():
         count_flops(loop, *args)
     assert count_flops(loop, *args, while_trips=5) == 5 * PRODUCT
 
-    def beside(a, b, n):
+    def outside_loop(a, b, n):
         with jax.named_scope("wanted"):
             y = a @ b
         return y + loop(a, b, n)
 
-    assert count_flops(beside, *args, scope="wanted") == PRODUCT
+    assert count_flops(outside_loop, *args, scope="wanted") == PRODUCT
 
 
-def test_a_scope_is_counted_alone():
+def test_counts_one_scope():
     def model(a, b):
         def row(x):
             with jax.named_scope("wanted"):
@@ -115,7 +115,7 @@ def test_a_scope_is_counted_alone():
     assert count_flops(model, A, B) == 3 * PRODUCT
 
 
-def test_a_scope_around_a_loop_holds_its_body():
+def test_scope_includes_loop_body():
     def model(a, b):
         with jax.named_scope("wanted"):
             y = lax.map(lambda x: x @ b, a)
@@ -124,7 +124,7 @@ def test_a_scope_around_a_loop_holds_its_body():
     assert count_flops(model, A, B, scope="wanted") == PRODUCT
 
 
-def test_work_goes_to_the_first_of_the_scopes_that_hold_it():
+def test_assigns_work_to_first_matching_scope():
     def model(a, b):
         with jax.named_scope("outer"):
             x = a @ b
@@ -145,7 +145,7 @@ def test_work_goes_to_the_first_of_the_scopes_that_hold_it():
     }
 
 
-def test_gradients_belong_to_the_scope_of_their_forward():
+def test_assigns_gradients_to_scope_of_forward():
     @jax.custom_vjp
     def twice(a, b):
         return a @ b
@@ -164,7 +164,7 @@ def test_gradients_belong_to_the_scope_of_their_forward():
     assert work == {"mine": Work(4 * PRODUCT, 0), "plain": Work(4 * PRODUCT, 0), REST: Work()}
 
 
-def test_inside_a_manual_region_shapes_are_those_of_one_device():
+def test_counts_one_device_of_manual_region():
     mesh = abstract_mesh({"fsdp": 2, "expert": 2})
     spec = P(("fsdp", "expert"))
 
@@ -176,8 +176,8 @@ def test_inside_a_manual_region_shapes_are_those_of_one_device():
     assert count_flops(lambda a, b: run(a, b) + a @ b, A, B) == PRODUCT // 4 + PRODUCT
 
 
-def test_ragged_products_count_all_rows_once():
-    """Forward, to the rows, and to the weights of three groups, each of which sums over its own rows."""
+def test_counts_rows_of_ragged_product_once():
+    """Forward, gradient of rows and gradient of weights each multiply every row once."""
     w, sizes = jax.ShapeDtypeStruct((3, 5, 6), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)
     assert count_flops(lax.ragged_dot, A, w, sizes) == PRODUCT
 
@@ -200,13 +200,13 @@ def kernel(cost):
     )
 
 
-def test_a_kernel_counts_as_it_says_and_not_as_its_body():
+def test_counts_cost_estimate_of_kernel():
     cost = pl.CostEstimate(flops=7, bytes_accessed=5, transcendentals=1)
     jaxpr = jax.make_jaxpr(lambda a, b: lax.map(lambda _: kernel(cost)(a, b), jnp.arange(3)))(A, B)
     assert work_by_scope(jaxpr)[REST] == Work(21, 15)
     assert count_flops(lambda a, b: (kernel(cost)(a, b), a)[1], A, B) == 0
 
 
-def test_a_kernel_that_does_not_say_what_it_costs_is_refused():
+def test_rejects_kernel_without_cost_estimate():
     with pytest.raises(ValueError, match="kernel 'some_kernel' has no cost estimate"):
         count_flops(kernel(None), A, B)

@@ -1,4 +1,4 @@
-"""Meshes always have five axes and use every device; regions skip axes of one device."""
+"""Tests of meshes, which have five axes and use all devices, and of regions."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from glm5_jax.parallel.mesh import (
 )
 
 
-def test_axes_that_are_not_named_have_size_one():
+def test_missing_axes_have_size_one():
     mesh = make_mesh(fsdp=2, expert=4)
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
     assert make_mesh({"fsdp": 2, "expert": 4}) == mesh
@@ -24,7 +24,7 @@ def test_axes_that_are_not_named_have_size_one():
     assert tuple(one.shape) == AXES and one.size == 1
 
 
-def test_minus_one_is_what_is_left():
+def test_minus_one_takes_remaining_devices():
     assert resolve({"expert": 4, "fsdp": -1}, 64) == (1, 16, 4, 1, 1)
     assert resolve({"data": -1}, 1) == (1, 1, 1, 1, 1)
 
@@ -41,12 +41,12 @@ def test_minus_one_is_what_is_left():
         (dict(model=8), "unknown mesh axis .'model'.; the axes are data, fsdp"),
     ],
 )
-def test_meshes_that_cannot_be_are_refused(axes, message):
+def test_rejects_invalid_mesh(axes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(axes, devices=jax.devices()[:8])
 
 
-def test_a_region_of_one_device_does_nothing():
+def test_region_of_one_device_changes_nothing():
     region, x = Region(), jnp.arange(6.0).reshape(2, 3)
     assert region.nontrivial_axes(AXES) == () and region.size(AXES) == 1 and region.index(AXES) == 0
     for y in (
@@ -59,30 +59,30 @@ def test_a_region_of_one_device_does_nothing():
         assert y is x
 
 
-def test_a_region_knows_which_axes_split_tokens():
+def test_region_lists_token_axes():
     region = Region.of(make_mesh(data=2, context=2, tensor=2))
     assert region.token_axes == ("data", "context", "tensor")
     assert region.sequence_axes == ("context", "tensor")
-    whole = Region.of(make_mesh(data=2, context=2, tensor=2), shard_sequence=False)
-    assert whole.token_axes == ("data",) and whole.sequence_axes == ()
+    unsharded = Region.of(make_mesh(data=2, context=2, tensor=2), shard_sequence=False)
+    assert unsharded.token_axes == ("data",) and unsharded.sequence_axes == ()
 
 
-def test_a_process_holds_its_own_part_of_the_rows():
+def test_assigns_rows_to_processes():
     assert row_group(make_mesh(data=4, context=2)) == (0, 1)
     assert disjoint_parts([{2, 3}, {1, 0}], 4) == [[0, 1], [2, 3]]
-    # Two processes that share a row hold the same part.
+    # Processes that share a row have the same part.
     assert disjoint_parts([{0}, {0}, {1}, {1}], 2) == [[0], [1]]
 
 
 @pytest.mark.parametrize(
     "held", [[{0, 1}, {1, 2}], [{0}, {1, 2}], [{0}, {1}]], ids=["overlap", "unequal", "missing"]
 )
-def test_parts_of_rows_that_do_not_cut_the_batch_are_refused(held):
-    assert disjoint_parts(held, 3) is None
+def test_rejects_rows_that_do_not_partition_batch(rows_of_processes):
+    assert disjoint_parts(rows_of_processes, 3) is None
 
 
-def test_slices_of_the_expert_axis_are_farthest_apart():
-    """Of 16 devices in the order of their slices, one slice has the same half of `expert` wherever else it is."""
+def test_expert_slices_are_outermost():
+    """A slice of 8 of 16 devices holds the same half of the expert axis at all other coordinates."""
     sizes, devices = (1, 2, 4, 2, 1), list(range(16))
     plain, two = (device_grid(devices, sizes, slices)[0, ..., 0] for slices in (1, 2))
     np.testing.assert_array_equal(plain.reshape(-1), devices)

@@ -1,4 +1,4 @@
-"""Declared weights: shapes from letters, values from paths and layer numbers."""
+"""Tests of declared weights: shapes from letters, values from paths and layer numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def values(*args, **kwargs):
     return nnx.to_pure_dict(nnx.state(Model(*args, **kwargs)))
 
 
-def test_shapes_follow_from_the_letters():
+def test_shapes_follow_letters():
     tree = values(shapes_only)
     assert tree["table"].shape == (3, 5)
     assert tree["stack"]["up"].shape == (2, 6, 4)
@@ -49,12 +49,12 @@ def test_shapes_follow_from_the_letters():
     assert model.stack.up.letters == "l d f" and model.table.letters == "n h"
 
 
-def test_jit_draws_what_at_once_draws():
+def test_jitted_values_equal_values_at_once():
     jitted = jax.jit(lambda key: values(random_values(key)))(KEY)
     jax.tree.map(np.testing.assert_array_equal, values(random_values_at_once(KEY)), jitted)
 
 
-def test_values_depend_on_path_layer_and_key_alone():
+def test_values_depend_on_path_layer_and_key_only():
     one = values(random_values_at_once(KEY))
     other = values(random_values_at_once(KEY), layers=(0, 5, 7), extra=True)
     np.testing.assert_array_equal(one["table"], other["table"])
@@ -66,7 +66,7 @@ def test_values_depend_on_path_layer_and_key_alone():
 
 
 @pytest.mark.parametrize("make", [random_values, random_values_at_once])
-def test_a_draw_around_a_mean(make):
+def test_draws_normal_around_mean(make):
     declare = Declare(sizes={"d": 4000}, make=make(KEY), std=0.5, dtype=jnp.dtype("float32")).stack(
         (3,)
     )
@@ -76,14 +76,14 @@ def test_a_draw_around_a_mean(make):
 
 
 @pytest.mark.parametrize("make", [random_values, random_values_at_once])
-def test_constants_and_dtypes(make):
+def test_initializes_constants_and_dtypes(make):
     tree = values(make(KEY), dtype="bfloat16")
     assert (tree["stack"]["norm"] == 1).all() and not tree["stack"]["bias"].any()
     assert tree["stack"]["load"].dtype == jnp.float32 and not tree["stack"]["load"].any()
     assert {tree["table"].dtype, tree["stack"]["norm"].dtype} == {jnp.dtype("bfloat16")}
 
 
-def test_the_spread_is_the_declared_one():
+def test_values_have_declared_std():
     declare = Declare(
         sizes={"d": 300}, make=random_values_at_once(KEY), std=0.5, dtype=jnp.dtype("float32")
     )
@@ -91,18 +91,18 @@ def test_the_spread_is_the_declared_one():
     assert value.std() == pytest.approx(0.5, rel=0.02) and abs(value.mean()) < 0.01
 
 
-def test_buffers_are_no_parameters():
+def test_buffers_are_not_parameters():
     model = Model(random_values_at_once(KEY))
     assert isinstance(model.stack.load, NonTrainableBuffer)
     assert "load" not in nnx.to_pure_dict(nnx.state(model, nnx.Param))["stack"]
 
 
-def test_given_values_are_taken_as_they_are():
+def test_values_from_tree_are_not_copied():
     tree = values(random_values_at_once(KEY))
     assert values(values_from(tree))["stack"]["up"] is tree["stack"]["up"]
 
 
-def test_given_values_that_do_not_fit_are_named():
+def test_rejects_missing_or_misshapen_values():
     tree = values(random_values_at_once(KEY))
     with pytest.raises(ValueError, match="parameter table is missing from the tree"):
         values(values_from({"stack": tree["stack"]}))

@@ -1,4 +1,4 @@
-"""When two programs have one hash."""
+"""Tests of program hashes."""
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +9,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glm5_jax.parallel.program_hash import program_hash
 
 
-def doubling():
+def make_doubling():
     def kernel(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 2
 
     return kernel
 
 
-def doubling_elsewhere():
+def make_doubling_at_other_line():
     def kernel(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 2
 
     return kernel
 
 
-def tripling():
+def make_tripling():
     def kernel(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 3
 
@@ -38,21 +38,22 @@ def on_gpu(kernel, x):
     return plgpu.kernel(kernel, out_type=x)(x)
 
 
-def lowered(call, platform, kernel):
+def lower(call, platform, kernel):
     traced = jax.jit(lambda x: call(kernel, x)).trace(jnp.ones((8, 128)))
     return traced.lower(lowering_platforms=(platform,))
 
 
 @pytest.mark.parametrize(("call", "platform"), [(on_tpu, "tpu"), (on_gpu, "cuda")])
-def test_where_a_kernel_stands_in_its_file_makes_no_other_program(call, platform):
+def test_hash_ignores_source_location_of_kernel(call, platform):
     first, second, third = (
-        lowered(call, platform, make()) for make in (doubling, doubling_elsewhere, tripling)
+        lower(call, platform, make())
+        for make in (make_doubling, make_doubling_at_other_line, make_tripling)
     )
     assert first.as_text() != second.as_text()
     assert program_hash(first) == program_hash(second) != program_hash(third)
 
 
-def test_a_program_without_kernels_is_told_from_others():
+def test_hash_differs_between_programs_without_kernels():
     x = jnp.ones(4)
     double, again, triple = (
         jax.jit(f).lower(x) for f in (lambda x: x * 2, lambda x: x * 2, lambda x: x * 3)

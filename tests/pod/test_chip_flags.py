@@ -1,4 +1,4 @@
-"""What the offline compilers say of each chip: its devices, its memory, and the options that training there has."""
+"""Tests of the offline compilers: the devices, memory and compiler options of each chip."""
 
 import os
 import re
@@ -25,17 +25,17 @@ SMALL |= {"h100": "h100:1x4", "h200": "h200:1x4"}
 GIB = 2**30
 LAYERS = 96
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
-MOST = {"v5p": 65472}  # of it, as libtpu says
+MAX_VMEM_KIB = {"v5p": 65472}  # libtpu's maximum
 
 
 def program(pod: pods.Pod, rows: int = 512):
-    """A product of a gathered weight in a scanned layer, whose gradient is summed, lowered for all devices."""
+    """Lowers the gradient of scanned layers with gathered weights for all devices."""
     mesh = pods.make_pod_mesh(pod, {"fsdp": -1})
 
     def loss(weights, x):
         def layer(x, w):
-            whole = jax.lax.all_gather(w, "fsdp", axis=0, tiled=True)
-            return jnp.tanh(x @ whole), None
+            gathered = jax.lax.all_gather(w, "fsdp", axis=0, tiled=True)
+            return jnp.tanh(x @ gathered), None
 
         x, _ = jax.lax.scan(layer, x, weights)
         return jax.lax.psum(jnp.sum(x), "fsdp")
@@ -51,7 +51,7 @@ def program(pod: pods.Pod, rows: int = 512):
 
 
 @pytest.mark.parametrize("chip", xla_flags.FLAGS)
-def test_the_compiler_takes_the_options_of_a_chip_and_no_others(chip):
+def test_compiler_accepts_only_options_of_chip(chip):
     pod = pod_of(SMALL[chip])
     lowered = program(pod)
     assert lowered.compile(compiler_options=pod.options)
@@ -61,7 +61,7 @@ def test_the_compiler_takes_the_options_of_a_chip_and_no_others(chip):
 
 
 def repeated(pod: pods.Pod):
-    """Products of weights that are gathered one after the other, as in layers that are no loop."""
+    """Lowers products of weights that are gathered one by one, as in layers without a loop."""
     mesh = pods.make_pod_mesh(pod, {"fsdp": -1})
 
     def forward(weights, x):
@@ -79,19 +79,19 @@ def repeated(pod: pods.Pod):
 
 
 @pytest.mark.parametrize("chip", xla_flags.OFFLINE)
-def test_what_shortens_compilations_changes_nothing_that_is_told(chip):
-    """Collectives, and memory, in less time of processors."""
+def test_shortcuts_do_not_change_reports(chip):
+    """Collectives and memory are the same, and compilation takes less CPU time."""
     pod = pod_of(SMALL[chip])
-    mesh, lowered, told, seconds = pods.make_pod_mesh(pod, {"fsdp": -1}), repeated(pod), [], []
-    # The shorter one first: it starts libtpu too.
+    mesh, lowered, reports, seconds = pods.make_pod_mesh(pod, {"fsdp": -1}), repeated(pod), [], []
+    # The shorter compilation runs first, because it also starts libtpu.
     for options in (pod.options | pod.shortcuts, pod.options):
         began = time.process_time()
         compiled = lowered.compile(compiler_options=options)
         seconds.append(time.process_time() - began)
         sent = summarize_traffic(find_collectives(compiled.as_text(), mesh), mesh)
         stats = compiled.memory_analysis()
-        told.append((sent, stats.temp_size_in_bytes, stats.argument_size_in_bytes))
-    assert told[0] == told[1] and told[0][0][0].count == LAYERS
+        reports.append((sent, stats.temp_size_in_bytes, stats.argument_size_in_bytes))
+    assert reports[0] == reports[1] and reports[0][0][0].count == LAYERS
     assert seconds[0] < seconds[1] * 2 / 3, seconds
 
 
@@ -102,11 +102,11 @@ print(len(pods.list_devices(pods.parse("v6e:2x2"))))
 
 
 @pytest.mark.parametrize("chip", xla_flags.TPU)
-def test_libtpu_starts_with_the_options_of_a_chip_and_no_others(chip):
-    """As the launchers say them. Libtpu reads them once for all kinds of chips."""
+def test_libtpu_accepts_only_flags_of_chip(chip):
+    """Libtpu reads the launchers' flags once for all kinds of chips."""
     pod_of(SMALL[chip])
-    for own, code in (("", 0), ("--xla_tpu_warp_speed=true", 1)):
-        env = os.environ | {"LIBTPU_INIT_ARGS": xla_flags.format_flags(chip, own)}
+    for flag, code in (("", 0), ("--xla_tpu_warp_speed=true", 1)):
+        env = os.environ | {"LIBTPU_INIT_ARGS": xla_flags.format_flags(chip, flag)}
         command = [sys.executable, "-c", START]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout == "4\n") == (code, code == 0), done.stderr
@@ -124,28 +124,28 @@ test_chip_flags.program(pod).compile(compiler_options=options)
 
 
 @pytest.mark.parametrize("chip", xla_flags.TPU)
-def test_libtpu_does_not_warn_of_an_option_of_a_chip(chip, tmp_path):
-    """As it does, in its own log alone, of what a chip does not support but compiles all the same."""
+def test_libtpu_does_not_warn_of_chip_options(chip, tmp_path):
+    """Libtpu only logs a warning about options that a chip does not support."""
     pod_of(SMALL[chip])
-    fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"  # for v5e alone
+    fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"  # supported by v5e only
     cases = {
-        "own": ((), False),
+        "default": ((), False),
         "fused": ((f"{fused}=true",), chip != "v5e"),
         "memory": ((f"{VMEM}={2**18}",), True),
     }
-    for name, (own, warned) in cases.items():
+    for name, (options, warns) in cases.items():
         folder = tmp_path / name
         folder.mkdir()
         env = os.environ | {"TPU_LOG_DIR": str(folder)}
-        command = [sys.executable, "-c", COMPILE, SMALL[chip], *own]
+        command = [sys.executable, "-c", COMPILE, SMALL[chip], *options]
         subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True)
-        said = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
-        risks = [line for line in said if "at your own risk" in line or TOO_MUCH in line]
-        assert said and bool(risks) == warned, (name, risks[:1])
+        log = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+        warnings = [line for line in log if "at your own risk" in line or TOO_MUCH in line]
+        assert log and bool(warnings) == warns, (name, warnings[:1])
 
 
-def gated(pod: pods.Pod):
-    """GLM-5's dense feed-forward over 8,192 tokens with its gradients, on one device each."""
+def feed_forward(pod: pods.Pod):
+    """Lowers GLM-5's dense feed-forward over 8,192 tokens with its gradients, replicated."""
     mesh = pods.make_pod_mesh(pod, {"fsdp": -1})
 
     def loss(x, up, down):
@@ -153,62 +153,63 @@ def gated(pod: pods.Pod):
         return jnp.sum(jnp.einsum("btf,fd->btd", inside, down) + x, dtype=jnp.float32)
 
     shapes = (2, 4096, 6144), (6144, 12288), (12288, 6144)
-    whole = NamedSharding(mesh, P())
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
+    replicated = NamedSharding(mesh, P())
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated) for shape in shapes]
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args)
 
 
-@pytest.mark.parametrize("chip", [c for c, own in xla_flags.TPU.items() if VMEM in own])
-def test_products_take_no_more_cycles_with_the_memory_that_a_chip_is_told(chip):
-    """By libtpu's own estimate: than with its default, nor 1% more than with all that there is."""
+@pytest.mark.parametrize("chip", [c for c, flags in xla_flags.TPU.items() if VMEM in flags])
+def test_vmem_limit_does_not_increase_cycles(chip):
+    """By libtpu's estimate it takes at most the default's cycles, and at most 1% more than all VMEM."""
     pod, cycles = pod_of(SMALL[chip]), {}
-    own = int(pod.options[VMEM])
-    for limit in dict.fromkeys((None, own, MOST.get(chip, own))):
+    chosen = int(pod.options[VMEM])
+    largest = MAX_VMEM_KIB.get(chip, chosen)
+    for limit in dict.fromkeys((None, chosen, largest)):
         options = {name: value for name, value in pod.options.items() if name != VMEM}
         options |= {} if limit is None else {VMEM: str(limit)}
         began = time.process_time()
-        text = gated(pod).compile(compiler_options=options).as_text()
-        found = re.findall(r'"estimated_cycles":"(\d+)"', text.partition("ENTRY")[2])
-        cycles[limit] = sum(map(int, found))
+        text = feed_forward(pod).compile(compiler_options=options).as_text()
+        estimates = re.findall(r'"estimated_cycles":"(\d+)"', text.partition("ENTRY")[2])
+        cycles[limit] = sum(map(int, estimates))
         seconds = time.process_time() - began
         print(
             f"{chip} {options.get(VMEM, 'default')} KiB: {cycles[limit]:,} cycles, {seconds:.0f} s"
         )
-    assert 0 < cycles[own] <= cycles[None]
-    assert cycles[own] <= 1.01 * cycles[MOST.get(chip, own)]
+    assert 0 < cycles[chosen] <= cycles[None]
+    assert cycles[chosen] <= 1.01 * cycles[largest]
 
 
 @pytest.mark.parametrize(
     "text", [*SMALL.values(), "v5e:16x16", "2*v6e:4x4", "2*tpu7x:2x2x2", "h200:2x2x8"]
 )
-def test_compilers_know_as_many_devices_as_a_name_says(text):
+def test_compilers_know_devices_of_pod_names(text):
     pod = pod_of(text)
-    found = pods.list_devices(pod)
-    assert len(found) == pod.num_devices and find_chip(found[0].device_kind) == pod.device
+    devices = pods.list_devices(pod)
+    assert len(devices) == pod.num_devices and find_chip(devices[0].device_kind) == pod.device
     if pod.platform == "tpu" and pod.num_slices > 1:
-        slices = [device.slice_index for device in found]
+        slices = [device.slice_index for device in devices]
         assert sorted(slices) == sorted(list(range(pod.num_slices)) * pod.devices_per_slice)
-    hosts = {device.process_index for device in found}
-    assert len(hosts) == max(1, len(found) // pod.device.per_host)
+    hosts = {device.process_index for device in devices}
+    assert len(hosts) == max(1, len(devices) // pod.device.per_host)
     assert pods.make_pod_mesh(pod, {"data": pod.num_slices, "fsdp": -1}).size == pod.num_devices
 
 
-def test_what_the_compiler_does_not_know_is_told_in_one_line():
-    with pytest.raises(ValueError, match="target 'v6e:3x5': its compiler says: ") as refused:
+def test_reports_unknown_topology_in_one_line():
+    with pytest.raises(ValueError, match="target 'v6e:3x5': its compiler says: ") as error:
         pods.list_devices(pod_of("v6e:3x5"))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("chip", pods.TORUS)
-def test_the_table_has_the_memory_that_libtpu_allows(chip):
-    """Its refusal of a program says how much there is, in GiB to two places."""
+def test_chip_memory_equals_libtpu_limit(chip):
+    """Libtpu's error for a too large program contains the available memory in GiB."""
     pod = pod_of(SMALL[chip])
     where = NamedSharding(pods.make_pod_mesh(pod, {"fsdp": -1}), P())
     x = jax.ShapeDtypeStruct((int(CHIPS[chip].memory) >> 20, 2**20), jnp.int8, sharding=where)
-    with pytest.raises(Exception) as refused:
+    with pytest.raises(Exception) as error:
         jax.jit(lambda x: x + 1).lower(x).compile()
-    needed, most = re.search(
-        r"([\d.]+)G\) exceeds available HBM \(([\d.]+)G", str(refused.value)
+    needed, available = re.search(
+        r"([\d.]+)G\) exceeds available HBM \(([\d.]+)G", str(error.value)
     ).groups()
-    assert float(needed) == pytest.approx(2 * x.size / GIB, abs=0.01), "what G is"
-    assert float(most) == pytest.approx(pod.device.memory / GIB, abs=0.005)
+    assert float(needed) == pytest.approx(2 * x.size / GIB, abs=0.01), "libtpu's G is not GiB"
+    assert float(available) == pytest.approx(pod.device.memory / GIB, abs=0.005)

@@ -1,4 +1,4 @@
-"""What is read from programs of the real TPU and GPU compilers, where it is known by construction."""
+"""Tests of the analysis of compiled TPU and GPU programs whose contents are known by construction."""
 
 import collections
 import math
@@ -24,16 +24,16 @@ TARGETS = ("v5p:2x2x2", "h200:1x8")
 BOUNDED = {"xla_tpu_max_hbm_size_mib": "1500"}  # less than the program needs
 
 
-def arrays(mesh, *shapes):
+def arrays(mesh, *layouts):
     return [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, dtype, spec in shapes
+        for shape, dtype, spec in layouts
     ]
 
 
 @pytest.fixture(scope="module", params=[*TARGETS, "v6e:2x4"])
 def scanned(request):
-    """(mesh, text) of the gradient of layers that exchange their rows within an inner loop, compiled as for launchers."""
+    """Returns (mesh, text) of a compiled gradient of layers that exchange rows in an inner loop."""
     mesh = mesh_of(request.param, dict(fsdp=2, expert=2, context=2))
     cut = P(None, "expert", "fsdp")
 
@@ -59,17 +59,17 @@ def scanned(request):
             local, mesh=mesh, in_specs=(cut, P(), P(AXES)), out_specs=(P(), cut), check_vma=False
         )(w, table, x)
 
-    given = arrays(
+    shapes = arrays(
         mesh,
         ((LAYERS, WIDTH, WIDTH), jnp.float32, cut),
         ((WIDTH, WIDTH), jnp.bfloat16, P()),
         ((8 * ROWS, WIDTH), jnp.bfloat16, P(AXES)),
     )
     options = pod_of(request.param).options
-    return mesh, jax.jit(step).lower(*given).compile(compiler_options=options).as_text()
+    return mesh, jax.jit(step).lower(*shapes).compile(compiler_options=options).as_text()
 
 
-def test_collectives_run_and_send_as_the_program_says(scanned):
+def test_counts_runs_and_bytes_of_collectives(scanned):
     mesh, text = scanned
     times, moved = collections.Counter(), collections.Counter()
     for one in find_collectives(text):
@@ -77,12 +77,14 @@ def test_collectives_run_and_send_as_the_program_says(scanned):
         times[key] += one.times
         moved[key] += one.times * one.moved
     weight, rows = WIDTH * WIDTH * 2, ROWS * WIDTH * 2  # bytes in bf16
-    exchanges = 2 * LAYERS * ROUNDS  # forward (once: the inner loop is linear) and backward
+    exchanges = (
+        2 * LAYERS * ROUNDS
+    )  # forward, not recomputed because the inner loop is linear, and backward
     every = ("all-reduce", "fsdp", "expert", "context")
     assert moved.pop(every) <= 64  # the loss, and on some chips its gradient
     assert times.pop(every) <= 2
     assert times == {
-        ("all-gather", "expert"): 2 * LAYERS,  # and again for the backward pass
+        ("all-gather", "expert"): 2 * LAYERS,  # forward and backward
         ("all-gather", "fsdp"): 2 * LAYERS,
         ("reduce-scatter", "fsdp"): LAYERS,
         ("reduce-scatter", "expert"): LAYERS,
@@ -99,41 +101,41 @@ def test_collectives_run_and_send_as_the_program_says(scanned):
     }
 
 
-def test_a_table_on_every_device_is_found_and_a_cut_weight_is_not(scanned):
+def test_finds_replicated_table_and_no_sharded_weight(scanned):
     mesh, text = scanned
-    found = {(one.where, one.what) for one in find_replicated(text, mesh, MIB)}
-    assert {("parameter", "table"), ("loop", "table")} <= found
-    assert "w" not in {what for _, what in found}
+    replicated = {(one.where, one.what) for one in find_replicated(text, mesh, MIB)}
+    assert {("parameter", "table"), ("loop", "table")} <= replicated
+    assert "w" not in {what for _, what in replicated}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_fills_the_memory_is_named_also_where_the_compiler_refuses(target, tmp_path):
+def test_names_largest_buffers_of_too_large_program(target, tmp_path):
     mesh, layers, width = mesh_of(target, {"fsdp": -1}), 12, 2048
 
     def saved(x, w):
         return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
-    given = arrays(
+    shapes = arrays(
         mesh,
         ((6554, width), jnp.float32, P()),
         ((layers, width, width), jnp.float32, P()),
     )
     options = {"xla_dump_to": str(tmp_path)}
-    lowered = jax.jit(jax.grad(saved, 1)).lower(*given)
-    if target.startswith("h200"):  # XLA:GPU compiles what does not fit
+    lowered = jax.jit(jax.grad(saved, 1)).lower(*shapes)
+    if target.startswith("h200"):  # XLA:GPU compiles programs that do not fit
         compiled = lowered.compile(compiler_options=options)
         assert temporary_bytes(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
     else:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as refused:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as error:
             lowered.compile(compiler_options=options | BOUNDED)
-        needed, available = parse_memory_error(str(refused.value))
+        needed, available = parse_memory_error(str(error.value))
         assert available == pytest.approx(1500 * MIB, rel=0.01)
         assert needed == pytest.approx(2.17e9, rel=0.05)
-        x, w = (s.dtype.itemsize * math.prod(s.shape) for s in given)
+        x, w = (s.dtype.itemsize * math.prod(s.shape) for s in shapes)
         assert temporary_bytes(tmp_path) + x + 2 * w == pytest.approx(needed, rel=0.01)
     text, ranges = read_dump(tmp_path)
-    found = find_large_buffers(text, 150 * MIB, ranges)
-    stacks = [b.what for b in found if b.shape == f"f32[{layers},6554,{width}]"]
+    buffers = find_large_buffers(text, 150 * MIB, ranges)
+    stacks = [b.what for b in buffers if b.shape == f"f32[{layers},6554,{width}]"]
     assert len(stacks) >= 2
     assert {what.rpartition("/")[2] for what in stacks} == {"tanh", "sub"}
-    assert "w" in {b.what for b in found}
+    assert "w" in {b.what for b in buffers}

@@ -1,4 +1,4 @@
-"""What `auto` picks for the whole model on a chip that is not there: its programs hold the kernels."""
+"""Tests that `auto` selects the kernels of a chip in the model's compiled programs."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from tests.kernels.offline import compile_for, form_of
 
 pytestmark = pytest.mark.aot
 
-LENGTH = 1024  # twice what is selected
+LENGTH = 1024  # twice the number of selected keys
 ALWAYS = {"grouped_matmul", "grouped_matmul_dw", "cross_entropy"}
 TRAINED = {
     ("v5p", "dense"): {"flash_mla_forward", "flash_mla_backward"},
@@ -70,14 +70,14 @@ def params_of(cfg):
 
 
 def kernels(text: str) -> set[str]:
-    """Names of the Pallas kernels in the text of a program compiled for a TPU or a GPU."""
+    """Returns the names of the Pallas kernels in the text of a program compiled for a TPU or GPU."""
     of_tpu = re.findall(r'%(\w+?)[.\d]* = [^\n]*custom_call_target="tpu_custom_call"', text)
     of_gpu = re.findall(r'custom_call_target="mosaic_gpu[^\n]*?op_name="[^"]*/(\w+)/[^/"]*"', text)
     return {name.removeprefix("jvp_").removesuffix("_") for name in of_tpu + of_gpu}
 
 
 @pytest.mark.parametrize(("chip", "attention"), TRAINED)
-def test_training(chip, attention):
+def test_training_uses_kernels_of_chip(chip, attention):
     cfg = config(attention)
 
     def loss(params, tokens):
@@ -88,12 +88,12 @@ def test_training(chip, attention):
         ].sum()
 
     tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
-    found = kernels(compile_for(chip, jax.grad(loss), params_of(cfg), tokens).as_text())
-    assert found >= TRAINED[chip, attention] | ALWAYS
+    names = kernels(compile_for(chip, jax.grad(loss), params_of(cfg), tokens).as_text())
+    assert names >= TRAINED[chip, attention] | ALWAYS
 
 
 @pytest.mark.parametrize(("chip", "attention"), DECODED)
-def test_decoding(chip, attention):
+def test_decoding_uses_kernels_of_chip(chip, attention):
     cfg = config(attention)
     cache = jax.eval_shape(lambda: init_cache(cfg, 8, LENGTH, jnp.bfloat16))
     tokens = jax.ShapeDtypeStruct((8, 1), jnp.int32)
@@ -101,14 +101,14 @@ def test_decoding(chip, attention):
     def advance(params, tokens, cache):
         return glm5.forward(params, tokens, cfg, cache=cache).logits
 
-    found = kernels(compile_for(chip, advance, params_of(cfg), tokens, cache).as_text())
-    assert found >= DECODED[chip, attention]
+    names = kernels(compile_for(chip, advance, params_of(cfg), tokens, cache).as_text())
+    assert names >= DECODED[chip, attention]
 
 
 @pytest.mark.parametrize("chip", ["v5p", "h200"])
 @pytest.mark.parametrize("kind", [None, "int8", "fp8"])
-def test_decoding_over_pages(chip, kind, monkeypatch):
-    """The kernels take them as they lie: no program makes anything of the size of a layer's pages."""
+def test_paged_decoding_copies_no_pages(chip, kind, monkeypatch):
+    """The kernels read pages in place, so no temporary is as large as a layer's pages."""
     widths = {
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 192,

@@ -1,4 +1,4 @@
-"""The 744B train step on 1,024 chips that are not there: it lowers, and its parts fit by their shapes."""
+"""Tests that the 744B train step lowers for 1,024 chips, and of its bytes per device by shapes."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ import pytest
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.rl.algorithm.losses import PolicyLoss
-from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
-from glm5_jax.training.step import StepConfig
-from launch import run
+from glm5_jax.training.experiment import MeshConfig
+from glm5_jax.training.pretraining import ExperimentConfig
+from glm5_jax.training.step_config import StepConfig
+from launch import command_line
 from launch.aot import programs as pod
 
 GIB = 2**30
@@ -20,12 +21,12 @@ PARAMETERS = 753_864_139_008
 
 
 def pretraining():
-    """The experiment as it stands: dense attention, 4096 rows of 4096 tokens, fsdp 16, expert 64."""
-    return run.load("experiments/pretrain.py:glm5")[1]
+    """Returns the experiment: dense attention, 4096 rows of 4096 tokens, fsdp 16, expert 64."""
+    return command_line.load("experiments/pretrain.py:glm5")[1]
 
 
 def long_context():
-    """Sparse attention over 128K tokens, cut in eight."""
+    """Returns a config of sparse attention over 128K tokens, sharded over eight devices."""
     return ExperimentConfig(
         name="long context",
         model=presets.glm5(),
@@ -46,94 +47,92 @@ def slow(make):
     return pytest.param(make, marks=pytest.mark.slow)
 
 
-LAYOUTS = pytest.mark.parametrize("make", [pretraining, slow(long_context)])
+over_layouts = pytest.mark.parametrize("make", [pretraining, slow(long_context)])
 
 
-def warm_up():
-    """Dense attention over 200K tokens cut in 64, of which the indexers alone learn."""
-    return run.load("experiments/dsa_warmup.py:glm5")[1]
+def dsa_warmup():
+    """Returns the experiment: dense attention over 200K tokens sharded over 64, trained indexers."""
+    return command_line.load("experiments/dsa_warmup.py:glm5")[1]
 
 
-def adaptation():
-    """Sparse attention over 200K tokens cut in sixteen, and its indexers' loss."""
-    return run.load("experiments/dsa_sparse.py:glm5")[1]
+def dsa_sparse():
+    """Returns the experiment: sparse attention over 200K tokens sharded over 16, with the indexers' loss."""
+    return command_line.load("experiments/dsa_sparse.py:glm5")[1]
 
 
-def fine_tuning():
-    """The same with experts as int4."""
-    return run.load("experiments/sft.py:glm5,mixed")[1]
+def sft():
+    """Returns the experiment: like dsa_sparse, with int4 experts."""
+    return command_line.load("experiments/sft.py:glm5,mixed")[1]
 
 
-def reinforcement():
-    """Attempts of up to 68K tokens, cut in sixteen; Adam's moments of all that learns."""
-    return run.load("experiments/rl_reasoning.py:glm5")[1]
+def rl():
+    """Returns the experiment: rollouts of up to 68K tokens sharded over 16, trained with Adam."""
+    return command_line.load("experiments/rl_reasoning.py:glm5")[1]
 
 
-STAGES = [long_context, warm_up, adaptation, fine_tuning, reinforcement]
+STAGES = [long_context, dsa_warmup, dsa_sparse, sft, rl]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [pretraining, *STAGES])
-def test_the_step_lowers_for_a_thousand_tpus(make):
+def test_step_lowers_for_1024_tpus(make):
     config, mesh, step = lowered(make)
     assert mesh.size == CHIPS
     assert config.model.num_stored_parameters == PARAMETERS
     text = step.lowered.as_text()
     assert f"mhlo.num_partitions = {CHIPS}" in text
-    assert "ragged_all_to_all" in text, "rows do not travel between the experts' devices"
+    assert "ragged_all_to_all" in text, "the experts' devices do not exchange rows"
     assert f"tensor<{config.first_batch_rows}x{config.row_length}xi32>" in text
-    assert "approx" not in text.lower(), "what is selected depends on how long the row is"
+    assert "approx" not in text.lower(), "the selection is approximate"
 
 
 @pytest.mark.slow
-def test_a_step_of_reinforcement_reads_what_was_sampled():
-    config, _, step = lowered(reinforcement)
+def test_rl_step_reads_rollout_streams():
+    config, _, step = lowered(rl)
     assert step.arguments["batch"].keys() > {*PolicyLoss.streams}
     text = step.lowered.as_text()
     arguments = text[text.index("@main(") : text.index("->", text.index("@main("))]
-    # What nothing reads is no argument: beside the streams only what all stages read.
+    # Unused arrays are no arguments. Besides the streams there are those that all stages read.
     read = arguments.count(f"tensor<{config.rows}x{config.length}xf32>")
     assert read == len(PolicyLoss.streams) + len(("loss_mask", "ce_weight"))
 
 
 @pytest.mark.slow
-def test_bytes_per_device_of_reinforcement():
-    """Two moments of what gradients move: not the indexers, the MTP layer and the router's bias."""
-    _, _, step = lowered(reinforcement)
+def test_counts_bytes_per_device_of_rl():
+    """All weights have two moments, except the indexers, the MTP layer and the router's bias."""
+    _, _, step = lowered(rl)
     weights = pod.bytes_on_device(step.arguments["params"])
     params = sum(weights.values())
-    # Rows are cut in sixteen: what does not divide by expert * context = 1,024 is held by 16 devices, the
-    # tables of the vocabulary first of all.
+    # With context=16, weights that expert * context = 1,024 does not divide, mainly the vocabulary's tables, have
+    # 16 copies.
     assert 4 * PARAMETERS / CHIPS <= params < 1.08 * 4 * PARAMETERS / CHIPS
-    still = re.compile("indexer/|^mtp/|router/bias$")
-    moving = sum(size for path, size in weights.items() if not still.search(path))
+    frozen = re.compile("indexer/|^mtp/|router/bias$")
+    trained = sum(size for path, size in weights.items() if not frozen.search(path))
     optimizer = sum(pod.bytes_on_device(step.arguments["optimizer"]).values())
-    assert optimizer - 2 * moving == 4, "beside the moments there is the number of steps"
+    assert optimizer - 2 * trained == 4, "besides the moments there is the step count"
     batch = sum(pod.bytes_on_device(step.arguments["batch"]).values())
     assert batch < 1e6
     assert params + optimizer + batch < 9 * GIB
 
 
-@LAYOUTS
-def test_bytes_per_device(make):
-    """Weights and momentum in float32, moments of the few AdamW weights: next to nothing is held
-    twice."""
+@over_layouts
+def test_counts_bytes_per_device(make):
+    """A device holds weights and momentum in float32 and moments of the few AdamW weights, almost without copies."""
     _, _, step = lowered(make)
     params = sum(pod.bytes_on_device(step.arguments["params"]).values())
     optimizer = sum(pod.bytes_on_device(step.arguments["optimizer"]).values())
     batch = sum(pod.bytes_on_device(step.arguments["batch"]).values())
-    whole = 4 * PARAMETERS / CHIPS
-    assert whole <= params < 1.05 * whole
-    # 154,880 words do not divide by expert * context = 512: there `context` holds copies of the
-    # embedding, the head and their second moments.
+    even_share = 4 * PARAMETERS / CHIPS
+    assert even_share <= params < 1.05 * even_share
+    # expert * context = 512 does not divide 154,880 words, so `context` holds copies of the embedding, the head and
+    # their second moments.
     assert params < optimizer < 1.04 * params
     assert batch < 1e6
     assert params + optimizer + batch < 6 * GIB
 
 
 @pytest.mark.slow
-def test_the_largest_batch_of_the_ramp_keeps_no_more_than_the_first():
-    """Four times as many rows, in four microbatches."""
+def test_largest_batch_saves_no_more_activations():
     config, mesh, step = lowered(pretraining)
     ramp = dataclasses.replace(config.batch, start=config.batch.end)
     last = pod.lower_step(dataclasses.replace(config, batch=ramp), mesh)
@@ -141,13 +140,13 @@ def test_the_largest_batch_of_the_ramp_keeps_no_more_than_the_first():
     assert 0 < last.saved_activation_bytes <= step.saved_activation_bytes
 
 
-@LAYOUTS
-def test_nothing_above_a_gibibyte_is_replicated(make):
+@over_layouts
+def test_replicates_nothing_above_a_gibibyte(make):
     config, mesh, step = lowered(make)
     arguments = step.arguments
     assert max(pod.replicated_bytes(arguments).values()) < 0.01 * GIB
     assert max(pod.bytes_on_device(arguments).values()) < GIB
-    # While they are used, one layer's and a part of the tables'.
+    # One layer's weights and a part of the tables are gathered at a time.
     used = pod.gathered_bytes(config.model, mesh, config.step.vocab_block)
     assert max(used.values()) < 0.5 * GIB
     assert pod.gathered_bytes(config.model, mesh)["embed/weight"] > GIB

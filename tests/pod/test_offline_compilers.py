@@ -1,4 +1,4 @@
-"""What the real TPU and GPU compilers make of the train step, for chips that are not there."""
+"""Tests of the train step compiled by the TPU and GPU compilers, without the chips."""
 
 import dataclasses
 
@@ -14,7 +14,8 @@ from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import AXES, Region
 from glm5_jax.parallel.sharding import gather, spec_of
 from glm5_jax.parallel.tree import flatten
-from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
+from glm5_jax.training.experiment import MeshConfig
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import BatchRampConfig
 from launch import compile as command, pods
 from launch.aot import programs as pod
@@ -33,9 +34,9 @@ def mesh_of(target: str, axes: dict[str, int]):
     return pods.make_pod_mesh(pod_of(target), axes)
 
 
-def summed_in_full(found, limit: float = 64 * MB):
-    """All-reduces above the limit inside a loop: a weight's gradient that is not scattered."""
-    return [c for c in found if c.kind == "all-reduce" and c.in_loop and c.num_bytes > limit]
+def full_gradient_sums(collectives, limit: float = 64 * MB):
+    """Returns large all-reduces inside a loop, which are gradients of weights that are not scattered."""
+    return [c for c in collectives if c.kind == "all-reduce" and c.in_loop and c.num_bytes > limit]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def summed_in_full(found, limit: float = 64 * MB):
         ("h200:1x8", "dense"),
     ],
 )
-def test_a_small_step_compiles_and_rows_travel_raggedly(target, attention):
+def test_small_step_compiles_with_ragged_exchange(target, attention):
     config = ExperimentConfig(
         model=cases.config(attention),
         mesh=MeshConfig(fsdp=2, expert=2, context=2),
@@ -61,25 +62,24 @@ def test_a_small_step_compiles_and_rows_travel_raggedly(target, attention):
     program = pod.lower_step(config, mesh, pod_of(target).platform)
     report, text = report_of("small", target, program, mesh, pod_of(target), 0.0)
     exchanges = [c for c in find_collectives(text) if c.kind == "ragged-all-to-all"]
-    # Of each body (MoE layers, MTP): out and back, forward, recomputed and backward.
+    # Each body (MoE layers, MTP) sends and returns rows in forward, recomputation and backward.
     assert len(exchanges) >= 10
     assert {tuple(sorted(c.groups)) for c in exchanges} == {groups_along(mesh, "expert")}
     assert report.fits and not report.overweight and not report.replicated
     [rows] = [row for row in report.traffic if row.kind == "ragged-all-to-all"]
     assert rows.axes == ("expert",) and not rows.far_bytes and rows.count == len(exchanges)
-    # Of two layers and three MTP steps, which may be recomputed twice; XLA:GPU unrolls loops as short as these.
-    assert 5 * 6 <= rows.runs <= 2 * 6 + 3 * 8, "layers are not multiplied out"
+    # Two layers and three MTP steps, which may be recomputed twice. XLA:GPU unrolls such short loops.
+    assert 5 * 6 <= rows.runs <= 2 * 6 + 3 * 8, "the trips of layer loops are not counted"
     assert {"products", "memory", "links"} == report.seconds.keys()
     assert (
         0 < report.saved_activation_bytes < report.temporary_bytes + report.argument_bytes["batch"]
     )
 
 
-def test_what_does_not_fit_is_refused_with_its_largest_buffers(capsys):
-    """Eight of GLM-5's layers on four chips of 16 GB."""
-    mesh_of(
-        "v5e:2x2", {"expert": 4}
-    )  # or skip; fsdp=4 would have XLA keep weights of all experts in this machine's memory
+def test_reports_largest_buffers_if_program_does_not_fit(capsys):
+    """Eight of GLM-5's layers do not fit on four chips of 16 GB."""
+    # Skips if the compiler is missing. With fsdp=4 XLA would store the weights of all experts in host memory.
+    mesh_of("v5e:2x2", {"expert": 4})
     arguments = [
         "compile",
         "--experiment=experiments/pretrain.py:glm5",
@@ -100,27 +100,27 @@ HEAVY = ("moe_layers/attn/o", "dense_layers/mlp/down", "moe_layers/experts/down"
 
 
 @pytest.mark.parametrize("make", [pretraining, long_context])
-def test_gradients_of_full_sized_weights_are_scattered(make):
-    """The weights whose last dimension is cut, used by a scanned layer on 1,024 chips."""
+def test_scatters_gradients_of_full_size_weights(make):
+    """A scanned layer on 1,024 chips uses weights whose last dimension is sharded."""
     mesh = mesh_of("v5p:8x8x16", dataclasses.asdict(make().mesh))
-    found = find_collectives(compile_scan(mesh, HEAVY, gather).as_text())
-    assert not summed_in_full(found)
-    assert {c.kind for c in found if c.in_loop} >= {"all-gather", "reduce-scatter"}
+    collectives = find_collectives(compile_scan(mesh, HEAVY, gather).as_text())
+    assert not full_gradient_sums(collectives)
+    assert {c.kind for c in collectives if c.in_loop} >= {"all-gather", "reduce-scatter"}
 
 
-def test_the_limit_catches_a_weight_that_is_gathered_in_the_wrong_order():
+def test_detects_weight_gathered_in_wrong_order():
     mesh = mesh_of("v5p:8x8x16", dataclasses.asdict(pretraining().mesh))
 
     def leading_first(w, letters, spec, region, dtype):
         w = region.all_gather(w.astype(dtype), ("expert",), 0)
         return region.all_gather(w, ("fsdp",), 2)
 
-    found = find_collectives(compile_scan(mesh, HEAVY[:1], leading_first).as_text())
-    assert summed_in_full(found)
+    collectives = find_collectives(compile_scan(mesh, HEAVY[:1], leading_first).as_text())
+    assert full_gradient_sums(collectives)
 
 
 def compile_scan(mesh, paths, bring):
-    """The gradient of two scanned layers that multiply with these weights of GLM-5."""
+    """Compiles the gradient of two scanned layers that multiply by these weights of GLM-5."""
     cfg, region = presets.glm5(), Region.of(mesh)
     letters = {p: flatten(glm5.axis_letters(cfg))[p].removeprefix("l ") for p in paths}
     shapes = {p: flatten(glm5.abstract_params(cfg))[p].shape for p in paths}
@@ -156,8 +156,8 @@ def compile_scan(mesh, paths, bring):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("make", [pretraining, long_context])
-def test_the_whole_step_fits_a_v5p(make):
-    """744B parameters on 1,024 chips, with room to spare; 10 GB of memory and minutes of compiling."""
+def test_full_step_fits_v5p(make):
+    """744B parameters fit on 1,024 chips. Compiling takes 10 GB of memory and minutes."""
     config = make()
     mesh = mesh_of("v5p:8x8x16", dataclasses.asdict(config.mesh))
     program = pod.lower_step(config, mesh)
@@ -168,8 +168,8 @@ def test_the_whole_step_fits_a_v5p(make):
     )
     assert report.used_bytes < 0.95 * report.available_bytes
     assert not report.replicated
-    # Parts of the vocabulary and some weights of long contexts are summed on every device: little of what is sent.
-    whole = sum(
-        one.moved * (one.times or 1) for one in summed_in_full(find_collectives(text, mesh))
+    # Only parts of the vocabulary and some weights of long contexts are all-reduced, a small share of the traffic.
+    summed = sum(
+        one.moved * (one.times or 1) for one in full_gradient_sums(find_collectives(text, mesh))
     )
-    assert whole < 0.01 * sum(row.near_bytes + row.far_bytes for row in report.traffic)
+    assert summed < 0.01 * sum(row.near_bytes + row.far_bytes for row in report.traffic)

@@ -1,4 +1,4 @@
-"""GLM-5's serving programs at their true size for chips that are not there, and small ones through the real compilers."""
+"""Tests of GLM-5's serving programs: lowered at full size, and small ones compiled for their chips."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from tests.pod.test_kernels_in_model import kernels
 from tests.pod.test_offline_compilers import mesh_of
 
 GLM5 = presets.glm5()
-EXPERTS = 76 * 256 * 3 * 6144 * 2048  # weights of routed experts, the MTP layer's included
+EXPERTS = 76 * 256 * 3 * 6144 * 2048  # weights of routed experts, including the MTP layer's
 LOWER = {"prefill": lower_prefill, "decode": lower_decode}
 LAYOUTS = {
     "8 H200, 128K": (
@@ -34,7 +34,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOWER)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_true_size_lowers_from_shapes(layout, name):
+def test_full_size_serving_lowers_from_shapes(layout, name):
     chip, axes, options = LAYOUTS[layout]
     mesh = abstract_mesh(axes, chip)
     platform = mesh.abstract_device.platform
@@ -48,7 +48,7 @@ def test_true_size_lowers_from_shapes(layout, name):
     assert routed + rest / 2 < sum(weights.values()) < routed + 1.1 * rest
     pages = sum(pod.bytes_on_device(program.arguments["cache"]["layers"]).values())
     row = (656 if platform == "cuda" else 1024) + 132
-    assert pages == 78 * row * options.max_length, "one sequence a device"
+    assert pages == 78 * row * options.max_length, "one sequence per device"
     assert max(pod.replicated_bytes(program.arguments["weights"]).values()) < 0.1 * 2**30
 
 
@@ -62,7 +62,7 @@ PROJECTIONS = {"v5p:2x2x2": "mla_prologue", "h200:1x8": "mla_project"}
 @pytest.mark.aot
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("target", KERNELS)
-def test_small_programs_compile_with_the_kernels_of_their_chip(target, quantised):
+def test_small_serving_programs_use_kernels_of_chip(target, quantised):
     widths = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
     cfg = dataclasses.replace(
         presets.small(), num_hidden_layers=2, index_head_dim=128, index_topk=512, **widths
@@ -73,15 +73,15 @@ def test_small_programs_compile_with_the_kernels_of_their_chip(target, quantised
     for name, lower in LOWER.items():
         program = lower(cfg, mesh, platform, options, quantised)
         report, text = report_of("small", target, program, mesh, pod_of(target), 0.0)
-        found = kernels(text)
+        names = kernels(text)
         product = "w4a8_matmul" if quantised else "grouped_matmul"
-        assert any(product in kernel for kernel in found), (name, found)
+        assert any(product in kernel for kernel in names), (name, names)
         if name == "decode":
-            assert found >= KERNELS[target]
-            # It takes weights of one dtype; in W4A8 q_b has 8 bits and what makes latents 16.
-            assert (PROJECTIONS[target] in found) != quantised
+            assert names >= KERNELS[target]
+            # The prologue needs weights of one dtype. In W4A8 q_b has 8 bits and kv_a 16.
+            assert (PROJECTIONS[target] in names) != quantised
         assert report.fits and not report.replicated
-        # But for what is left of the slots, the cache is written in place.
+        # Except for the slot state, the cache is written in place.
         assert report.unaliased_result_bytes < 0.02 * report.argument_bytes["cache"], (
             "pages are copied"
         )
@@ -91,15 +91,15 @@ def test_small_programs_compile_with_the_kernels_of_their_chip(target, quantised
 
 
 @pytest.mark.aot
-def test_weights_are_gathered_a_layer_ahead_and_no_more():
-    """Three times as many layers take no more in between."""
+def test_gathers_weights_one_layer_ahead():
+    """Temporary memory does not grow with the number of layers."""
     target = "v6e:2x4"
-    mesh, taken = mesh_of(target, {"fsdp": 8}), {}
+    mesh, temporary_bytes = mesh_of(target, {"fsdp": 8}), {}
     for layers in (4, 12):
         sizes = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "hidden_size": 4096}
         cfg = dataclasses.replace(presets.small(), **sizes)
         options = EngineConfig(max_length=1024, max_num_seqs=2)
         program = lower_decode(cfg, mesh, pod_of(target).platform, options)
         report, _ = report_of("small", target, program, mesh, pod_of(target), 0.0)
-        taken[layers] = report.temporary_bytes
-    assert taken[12] < 1.2 * taken[4]
+        temporary_bytes[layers] = report.temporary_bytes
+    assert temporary_bytes[12] < 1.2 * temporary_bytes[4]

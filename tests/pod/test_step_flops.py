@@ -1,4 +1,4 @@
-"""What a device does in a train step: shared out evenly, and at 744B all of it explained by shapes."""
+"""Tests of the FLOPs of a device in a train step, for small models and for the 744B model."""
 
 import dataclasses
 import functools
@@ -8,10 +8,10 @@ import pytest
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.parallel.flops import REST
 from glm5_jax.parallel.mesh import abstract_mesh
-from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import BatchRampConfig
 from glm5_jax.training.step_flops import PARTS, step_flops
-from launch import run
+from launch import command_line
 from tests.mesh import cases
 
 EVERYTHING = (*PARTS, REST)
@@ -19,7 +19,7 @@ EVERYTHING = (*PARTS, REST)
 
 @functools.cache
 def small(attention: str, **axes: int):
-    """Of the smallest model that divides over eight devices."""
+    """Returns the FLOPs of the smallest model that divides over eight devices."""
     tokens = cases.ROWS * cases.LENGTH
     config = ExperimentConfig(
         model=cases.config(attention),
@@ -39,25 +39,25 @@ def small(attention: str, **axes: int):
         ("sparse", {"fsdp": 2, "expert": 2, "context": 2}),
     ],
 )
-def test_eight_devices_share_the_work(attention, axes):
-    """All of it but Newton-Schulz, whose matrices are few and whole."""
-    alone, shared = small(attention), small(attention, **axes)
+def test_devices_share_flops_evenly(attention, axes):
+    """All parts are divided evenly, except Newton-Schulz, which has few unsharded matrices."""
+    single, shared = small(attention), small(attention, **axes)
     for part in set(EVERYTHING) - {"newton_schulz"}:
-        assert alone.parts[part].flops == pytest.approx(8 * shared.parts[part].flops, rel=1e-6)
+        assert single.parts[part].flops == pytest.approx(8 * shared.parts[part].flops, rel=1e-6)
     iterated = shared.parts["newton_schulz"].flops
-    assert alone.parts["newton_schulz"].flops / 8 <= iterated < alone.parts["newton_schulz"].flops
-    assert alone.model == 8 * shared.model
+    assert single.parts["newton_schulz"].flops / 8 <= iterated < single.parts["newton_schulz"].flops
+    assert single.model == 8 * shared.model
 
 
 @pytest.mark.slow
-def test_keys_that_every_device_of_a_sequence_expands_are_work_that_is_not_shared():
-    whole, cut = small("dense"), small("dense", context=8)
-    assert 8 * cut.parts["attention"].flops > 1.05 * whole.parts["attention"].flops
-    assert 8 * cut.parts["experts"].flops == whole.parts["experts"].flops
+def test_context_devices_repeat_key_expansion():
+    single, sharded = small("dense"), small("dense", context=8)
+    assert 8 * sharded.parts["attention"].flops > 1.05 * single.parts["attention"].flops
+    assert 8 * sharded.parts["experts"].flops == single.parts["experts"].flops
 
 
 @pytest.mark.slow
-def test_every_part_has_work_and_kernels_move_bytes():
+def test_every_part_has_flops_and_kernel_bytes():
     sparse = small("sparse")
     assert min(sparse.parts[part].flops for part in PARTS) > 0
     assert all(
@@ -86,13 +86,15 @@ class Model:
         self.layers, self.first = cfg.num_hidden_layers, cfg.first_k_dense_replace
 
 
-def explained(config) -> dict[str, float]:
-    """FLOPs of one device by part: with full remat every product forward, again, and twice backward, but for
+def expected_flops(config) -> dict[str, float]:
+    """Returns the FLOPs of one device by part.
 
-    - the last product of a feed-forward, which a layer's backward does not need again;
-    - attention, whose backward makes its logits once more: 5 products to the forward's 2, or by their widths;
-    - the MTP layer, whose output is normed within: it needs what its experts gave, which are run a fifth time;
-    - index vectors, whose gradients go to their weights alone, scores, which have none, and the KL, made once.
+    With full remat every product runs forward, again in recomputation, and twice backward. The exceptions:
+
+    - The last product of a feed-forward is not recomputed.
+    - Attention's backward recomputes logits: 5 products instead of the forward's 2, each by its width.
+    - The MTP layer norms its output, so its experts run a fifth time.
+    - Index vectors have gradients of their weights only, scores have none, and the KL is computed once.
     """
     of, t = Model(config.model), config.row_length
     moe = of.layers - of.first
@@ -129,12 +131,12 @@ STAGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", STAGES)
-def test_all_work_of_the_744b_step_is_explained(experiment):
-    config = run.load(experiment)[1]
-    found = step_flops(config, abstract_mesh(dataclasses.asdict(config.mesh)))
-    print(f"{experiment}: {found.describe()}")
-    for part, flops in explained(config).items():
-        assert found.parts[part].flops == pytest.approx(flops, rel=0.01), part
-    assert found.parts[REST].flops < 1e-4 * found.total
-    assert found.ratio == pytest.approx(STAGES[experiment], rel=0.01)
-    assert found.share("newton_schulz") < 0.008
+def test_flops_of_744b_step_equal_formula(experiment):
+    config = command_line.load(experiment)[1]
+    flops_report = step_flops(config, abstract_mesh(dataclasses.asdict(config.mesh)))
+    print(f"{experiment}: {flops_report.describe()}")
+    for part, flops in expected_flops(config).items():
+        assert flops_report.parts[part].flops == pytest.approx(flops, rel=0.01), part
+    assert flops_report.parts[REST].flops < 1e-4 * flops_report.total
+    assert flops_report.ratio == pytest.approx(STAGES[experiment], rel=0.01)
+    assert flops_report.share("newton_schulz") < 0.008

@@ -1,4 +1,4 @@
-"""What tests of pushes, and of hubs, have in common."""
+"""What tests of pushes, and of orchestrators, have in common."""
 
 import contextlib
 

@@ -20,11 +20,11 @@ import urllib.request
 from aiohttp import web
 
 from glm5_jax.inference.client import INSTANCE, Client
-from glm5_jax.rl.orchestrator.client import HubClient, JsonClient
-from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
-from glm5_jax.rl.orchestrator.fair_share import BreakerConfig
+from glm5_jax.rl.orchestrator.client import JsonClient, OrchestratorClient
+from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
+from glm5_jax.rl.orchestrator.fair_share import CircuitBreakerConfig
 from glm5_jax.rl.orchestrator.group_buffer import BufferConfig
-from glm5_jax.rl.orchestrator.server import HubConfig, Orchestrator
+from glm5_jax.rl.orchestrator.server import Orchestrator, OrchestratorConfig
 from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
 from glm5_jax.rl.orchestrator.task_service import Outcome, ServiceConfig, TaskService
 from glm5_jax.rl.types import Reward
@@ -90,7 +90,7 @@ class Sums(TaskService):
 
     mode: "ok"; "fails" (the environment does), "hangs", "deaf" (it does so whatever its deadline), "500" or "garbage".
     broken: says of what is asked whether its environment fails. pause: seconds before each turn.
-    seen: what was asked; places: of its tasks; cancelled: rollouts; called_off: those that the hub said are.
+    seen: what was asked; places: of its tasks; cancelled: rollouts; called_off: those that the orchestrator said are.
     """
 
     def __init__(self, config, size=100, held_out=4, turns=2, pause=0.0):
@@ -142,7 +142,7 @@ class Sums(TaskService):
             await asyncio.sleep(self.pause)
             if turn:
                 messages.append({"role": "user", "content": "And?"})
-            said = await self._agents.ask("POST", url, {"messages": messages}, seconds=60)
+            said = await self._agents.request("POST", url, {"messages": messages}, timeout_s=60)
             messages.append(said["choices"][0]["message"])
         right = float(int(messages[-1]["content"]) % 2 == 0)
         return Outcome(tuple(messages), Reward(right, {"right": right}), {"turns": self.turns})
@@ -151,23 +151,38 @@ class Sums(TaskService):
 QUICK = dict(port=0, grace_s=5.0)
 # Everything that a test would wait for is short.
 SOON = dict(
-    tick=0.02,
-    registry=RegistryConfig(lost_after=10.0, breaker=BreakerConfig(4, 0.5)),
-    remote=RemoteConfig(again_after=0.05, slack=1.0, breaker=BreakerConfig(4, 0.5)),
+    poll_interval_s=0.02,
+    registry=RegistryConfig(
+        heartbeat_timeout_s=10.0,
+        breaker=CircuitBreakerConfig(failure_threshold=4, reset_timeout_s=0.5),
+    ),
+    dispatcher=DispatcherConfig(
+        retry_delay_s=0.05,
+        response_grace_s=1.0,
+        breaker=CircuitBreakerConfig(failure_threshold=4, reset_timeout_s=0.5),
+    ),
 )
 
 
-def hub_config(gateway, group=4, batch_groups=4, max_staleness=2, max_running=16, **options):
-    """A hub's; options: others of it, and of its buffer."""
+def orchestrator_config(
+    gateway, group=4, batch_groups=4, max_staleness=2, max_running=16, **options
+):
+    """An orchestrator's; options: others of it, and of its buffer."""
     names = {field.name for field in dataclasses.fields(BufferConfig)}
     more = {name: options.pop(name) for name in names & options.keys()}
-    own = BufferConfig(group, batch_groups, max_staleness, max_running, **more)
-    return HubConfig(**QUICK | SOON | {"gateway": gateway, "buffer": own} | options)
+    own = BufferConfig(
+        group=group,
+        batch_groups=batch_groups,
+        max_staleness=max_staleness,
+        max_running=max_running,
+        **more,
+    )
+    return OrchestratorConfig(**QUICK | SOON | {"gateway": gateway, "buffer": own} | options)
 
 
-def service_config(hub, name="sums", **options):
-    options = dict(heartbeat=0.5, seconds=20.0, max_inflight=64) | options
-    return ServiceConfig(**QUICK | {"hub": hub, "name": name} | options)
+def service_config(orchestrator, name="sums", **options):
+    options = dict(heartbeat_interval_s=0.5, rollout_timeout_s=20.0, max_inflight=64) | options
+    return ServiceConfig(**QUICK | {"orchestrator": orchestrator, "name": name} | options)
 
 
 @contextlib.contextmanager
@@ -176,7 +191,7 @@ def gateway(engine, **options):
     from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
     from glm5_jax.text.tokenizer import Tokenizer
 
-    options = QUICK | dict(probe_seconds=0.1, seconds=30.0) | options
+    options = QUICK | dict(probe_interval_s=0.1, reply_timeout_s=30.0) | options
     made = Gateway(Tokenizer.load("bytes"), engine.split(","), GatewayConfig(**options))
     with made.running() as url:
         yield url
@@ -188,14 +203,25 @@ def told(url, path, body, seconds=60.0):
         return json.load(answer)
 
 
+def server_info(gate):
+    """Returns the numbers of a gateway."""
+    with urllib.request.urlopen(f"{gate}/server_info", timeout=60) as response:
+        return json.load(response)
+
+
 def sessions(gate):
     """How many a gateway has."""
-    with urllib.request.urlopen(f"{gate}/server_info", timeout=60) as response:
-        return json.load(response)["sessions"]
+    return server_info(gate)["sessions"]
+
+
+async def body_of(response):
+    """Returns the JSON of an aiohttp response, or the bytes of encoded records."""
+    is_json = response.content_type == "application/json"
+    return await (response.json() if is_json else response.read())
 
 
 def rollout(url, number=0, **fields):
-    """What a service says of a rollout that it is asked for as by the hub; fields: others of what is asked, `base_url`
+    """What a service says of a rollout that it is asked for as by the orchestrator; fields: others of what is asked, `base_url`
     always."""
     ids = {"rollout_id": f"r{number}", "group_id": "g", "number": number}
     return told(url, "/rollout", ids | {"held_out": False, "seed": 1} | fields)
@@ -214,12 +240,12 @@ ENGINE = Engine()  # of the fixtures `engine` and `gate`
 
 
 class Fleet:
-    """A hub and its services, and what their trainer does. services: options by name; a list: of the same ones."""
+    """An orchestrator and its services, and what their trainer does. services: options by name; a list: of the same ones."""
 
     def __init__(self, stack, gate, services=("sums",), **options):
-        self.stack, self.hub = stack, Orchestrator(hub_config(gate, **options))
-        self.url = stack.enter_context(self.hub.running())
-        self.client = HubClient(self.url, patience=10.0)
+        self.stack, self.orchestrator = stack, Orchestrator(orchestrator_config(gate, **options))
+        self.url = stack.enter_context(self.orchestrator.running())
+        self.client = OrchestratorClient(self.url, patience_s=10.0)
         self.services = {}
         ENGINE.version, self.step = 0, 0
         for name in services:
@@ -230,7 +256,7 @@ class Fleet:
         made = Sums(service_config(self.url, name, **options), size, turns=turns, pause=pause)
         self.services[name] = made
         (stack or self.stack).enter_context(made.running())
-        until(lambda: made.registered)
+        until(lambda: made.is_registered)
         return made
 
     def begin(self):
@@ -243,7 +269,7 @@ class Fleet:
         for _ in range(updates):
             taken = self.client.take(self.step, seconds)
             assert taken is not None, json.dumps(self.client.status(), indent=1)
-            self.client.trained(self.step)
+            self.client.mark_trained(self.step)
             self.step += 1
             ENGINE.version = self.step
             self.client.push(self.step)
@@ -314,13 +340,13 @@ def _service(turns=2, pause=0.0, size=100, **options):
     return Sums(service_config(**options), size, turns=turns, pause=pause)
 
 
-def _hub(lost_after=10.0, call_seconds=60.0, **options):
-    registry = dataclasses.replace(SOON["registry"], lost_after=lost_after)
-    remote = dataclasses.replace(SOON["remote"], call_seconds=call_seconds)
-    return Orchestrator(hub_config(registry=registry, remote=remote, **options))
+def _orchestrator(heartbeat_timeout_s=10.0, gateway_timeout_s=60.0, **options):
+    registry = dataclasses.replace(SOON["registry"], heartbeat_timeout_s=heartbeat_timeout_s)
+    dispatcher = dataclasses.replace(SOON["dispatcher"], gateway_timeout_s=gateway_timeout_s)
+    return Orchestrator(orchestrator_config(registry=registry, dispatcher=dispatcher, **options))
 
 
-PARTS = {"engine": _engine, "gateway": _gateway, "service": _service, "hub": _hub}
+PARTS = {"engine": _engine, "gateway": _gateway, "service": _service, "orchestrator": _orchestrator}
 
 if __name__ == "__main__":
     made = PARTS[sys.argv[1]](**json.loads(sys.argv[2]))

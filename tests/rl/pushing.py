@@ -18,11 +18,12 @@ from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import named_tensors
 from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten, map_with_path
 from glm5_jax.rl.weights.pusher import SyncConfig
-from glm5_jax.rl.weights.weight_sync import pieces
+from glm5_jax.rl.weights.weight_sync import split_tensor
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 
@@ -34,7 +35,7 @@ OPTIONS = dict(page_size=16, num_pages=16, max_num_seqs=4, prefill_chunk=64, max
 # Of one dense layer, for replies whose weights change in the middle.
 DENSE = one_layer(max_position_embeddings=64, model_type="glm4_moe_lite")
 NARROW = dataclasses.replace(CFG, dtype="bfloat16")
-SMALL = SyncConfig(bucket_bytes=2**16, seconds=20.0, load_seconds=60.0)
+SMALL = SyncConfig(bucket_bytes=2**16, timeout_s=20.0, load_timeout_s=60.0)
 DELTA = dataclasses.replace(SMALL, delta=True)
 
 
@@ -46,7 +47,12 @@ def params(seed=1, cfg=CFG):
 
 def made(cfg=CFG, weights=None, version=0, **options):
     weights = params(0) if weights is None else weights
-    return Engine(glm5.Glm5(cfg, params=weights), TOKENIZER, version=version, **OPTIONS | options)
+    return Engine(
+        glm5.Glm5(cfg, params=weights),
+        TOKENIZER,
+        EngineConfig(**OPTIONS | options),
+        version=version,
+    )
 
 
 class Served:
@@ -138,6 +144,6 @@ def sent(served, weights, name="a"):
     manifest = Manifest(1, {})
     for tensor, array in named_tensors(weights, CFG, transfer_dtypes(CFG)):
         manifest.add(tensor, array)
-        for piece in pieces(tensor, array, None, 2**16):
+        for piece in split_tensor(tensor, array, None, 2**16):
             assert served.ask("/weights/part", save(piece), push=name)[0] == 200
     return [own.checksum for own in manifest.tensors.values()]

@@ -8,11 +8,9 @@ import random
 import numpy as np
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.rl.orchestrator.group_buffer import Buffer
-from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.rl.orchestrator.group_buffer import GroupBuffer
+from glm5_jax.rl.trajectory import Trajectory, summarize_records
 from glm5_jax.rl.types import Reward
-
-MESSAGES = ({"role": "user", "content": "?"},)
 
 
 def rollout(admitted, i, versions, reward=1.0, **more):
@@ -32,9 +30,8 @@ def rollout(admitted, i, versions, reward=1.0, **more):
         **ids,
         task=task,
         number=number,
-        messages=MESSAGES,
         reward=Reward(reward),
-        records=(record,),
+        summary=summarize_records((record,), f"digest of {ids['rollout_id']}"),
         **more,
     )
 
@@ -60,13 +57,25 @@ class Simulation:
     """
 
     def __init__(
-        self, config, seed, journal=None, *, every=1, fail=0.0, cancel=0.0, crash=0.0, kill=0.0
+        self,
+        config,
+        seed,
+        journal=None,
+        *,
+        every=1,
+        fail=0.0,
+        cancel=0.0,
+        crash=0.0,
+        kill=0.0,
+        lose=0.0,
     ):
         """every: updates between two pushes. Chances: fail, of an attempt that its environment fails; cancel, of a group to be
-        called off; of an update that the trainer (crash) or the hub (kill) dies before it."""
+        called off; of an update that the trainer (crash) or the orchestrator (kill) dies before it, or that the gateway has lost
+        records of its batch (lose)."""
         self.config, self.journal, self.every = config, journal, every
-        self.chances = fail, cancel, crash, kill
-        self.buffer = Buffer(config, journal)
+        self.chances, self.lose = (fail, cancel, crash, kill), lose
+        self.lost = set()  # rollouts whose records are lost
+        self.buffer = GroupBuffer(config, journal)
         self.draw = random.Random(seed)
         self.now, self.events, self.ties = 0.0, [], itertools.count()
         self.fresh, self.again = itertools.count(), collections.deque()
@@ -97,16 +106,16 @@ class Simulation:
         buffer, config = self.buffer, self.config
         most = (config.max_staleness + buffer.version - buffer.step + 1) * config.batch_groups
         room = min(most - buffer.waiting - buffer.running, config.max_running - buffer.running)
-        assert buffer.room() == max(0, room)
+        assert buffer.num_admissible() == max(0, room)
 
     def _at(self, seconds, act, *args):
         heapq.heappush(self.events, (self.now + seconds, next(self.ties), act, args))
 
     def _fill(self):
-        told = self.buffer.again()
+        told = self.buffer.pop_resamples()
         self.dropped += [self.last[number] for _, number in told]
         self.again.extend(told)
-        while self.buffer.room():
+        while self.buffer.num_admissible():
             task, number = self.again.popleft() if self.again else ("t", next(self.fresh))
             admitted = self.buffer.admit(task, number)
             self.last[number] = admitted.group_id
@@ -149,12 +158,19 @@ class Simulation:
         """Asks for a batch until there is one."""
         _, _, crash, kill = self.chances
         if self.draw.random() < kill:
-            self._kill_hub()
+            self._kill_orchestrator()
         batch = self.buffer.take(self.step)
         if batch is None:
             self._at(0.2, self._if_alive, self.trainer, self._train)
             return
         self._check(batch)
+        if self.lose and self.draw.random() < self.lose:
+            members = sorted({one.rollout_id for own in batch for one in own.members})
+            lost = self.draw.sample(members, self.draw.randint(1, len(members)))
+            self.lost.update(lost)
+            self.buffer.mark_lost(lost)
+            self._at(0.2, self._if_alive, self.trainer, self._train)
+            return
         if self.draw.random() < crash:
             self._crash()
         else:
@@ -179,7 +195,7 @@ class Simulation:
 
     def _tell(self):
         for _ in range(self.draw.choice((1, 1, 2))):
-            self.buffer.trained(self.step - 1)
+            self.buffer.mark_trained(self.step - 1)
         self._train_next()
 
     def _push(self, version):
@@ -199,13 +215,13 @@ class Simulation:
         self.buffer.begin(step, step)
         self._train_next()
 
-    def _kill_hub(self):
+    def _kill_orchestrator(self):
         if self.journal is not None:
             own = self.buffer
-            told = own.step, own.version, own.waiting, own.accepted, own.begun
-            self.buffer = Buffer(self.config, self.journal)
+            told = own.step, own.version, own.waiting, own.accepted, own.num_started
+            self.buffer = GroupBuffer(self.config, self.journal)
             own = self.buffer
-            assert (own.step, own.version, own.waiting, own.accepted, own.begun) == told
+            assert (own.step, own.version, own.waiting, own.accepted, own.num_started) == told
             assert own.running == 0
             self.again.clear()
 
@@ -219,6 +235,7 @@ class Simulation:
             first = list(dict.fromkeys(one.rollout_id for one in own.members))
             assert 2 * len(first) > group_size and len(own.baseline) == len(first)
             oldest = []
+            assert not self.lost & set(first)
             for one in own.members:
                 assert one.reward.value is not None and one.group_id == own.group_id
                 for version, lineage in self.lineages[one.rollout_id]:
@@ -229,4 +246,4 @@ class Simulation:
 
     def owed(self):
         """How many task numbers are to be admitted again."""
-        return len(self.again) + len(self.buffer.again())
+        return len(self.again) + len(self.buffer.pop_resamples())

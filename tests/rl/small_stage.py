@@ -9,7 +9,7 @@ from glm5_jax.checkpoint import models
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.rl.algorithm.losses import PolicyConfig
-from glm5_jax.rl.config import policy_alone
+from glm5_jax.rl.config import policy_step_config
 from glm5_jax.rl.rollouts.rollout import RolloutConfig
 from glm5_jax.rl.types import Reward
 from glm5_jax.text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ COMMON = dict(
     requires_checkpoint=False,
     optimizer=OptimizerConfig(weight_decay=0.0),
     schedule=RATE,
-    step=dataclasses.replace(policy_alone(), remat="none"),
+    step=dataclasses.replace(policy_step_config(), remat="none"),
     policy=PolicyConfig(temperature=0.8),
     rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
     engine=EngineConfig(page_size=32, max_num_seqs=16, prefill_chunk=64, max_length=32),

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
 from tests.rl.fleet import Parts, told, until
 
 pytestmark = pytest.mark.slow
 BUFFER = dict(group=4, batch_groups=4, max_staleness=1, max_running=16)
-VICTIMS = ("gateway", "hub", "service", "engine")
+VICTIMS = ("gateway", "orchestrator", "service", "engine")
 
 
 def asked(url):
@@ -26,8 +26,8 @@ def asked(url):
 class Trainer:
     """Learns nothing, and gives the engine its weights as a real one does: now, or while it waits for a batch."""
 
-    def __init__(self, hub, engines):
-        self.client, self.engines = HubClient(hub, patience=60.0), engines
+    def __init__(self, orchestrator, engines):
+        self.client, self.engines = OrchestratorClient(orchestrator, patience_s=60.0), engines
         self.step, self.groups, self.refreshed = 0, [], 0
 
     def begin(self):
@@ -48,11 +48,11 @@ class Trainer:
                 if any(asked(f"{own}/weights")["version"] != self.step for own in self.engines):
                     self.give()
                     self.refreshed += 1
-        raise AssertionError(self.client.hindered)
+        raise AssertionError(self.client.blockers)
 
     def train(self):
         self.groups += self.take()
-        self.client.trained(self.step)
+        self.client.mark_trained(self.step)
         self.step += 1
         self.give()
 
@@ -63,11 +63,15 @@ def test_each_part_is_killed_once_and_the_run_goes_on(tmp_path):
         parts = Parts(stack)
         engine = parts.start("engine", "engine", delay=0.02)
         journal = str(tmp_path / "gateway")
-        gate = parts.start("gateway", "gateway", engine=engine, journal=journal, probe_seconds=0.1)
-        journal = str(tmp_path / "hub")
-        hub = parts.start("hub", "hub", gateway=gate, journal=journal, **BUFFER)
-        parts.start("service", "service", hub=hub, name="sums", pause=0.05)
-        trainer = Trainer(hub, [engine])
+        gate = parts.start(
+            "gateway", "gateway", engine=engine, journal=journal, probe_interval_s=0.1
+        )
+        journal = str(tmp_path / "orchestrator")
+        orchestrator = parts.start(
+            "orchestrator", "orchestrator", gateway=gate, journal=journal, **BUFFER
+        )
+        parts.start("service", "service", orchestrator=orchestrator, name="sums", pause=0.05)
+        trainer = Trainer(orchestrator, [engine])
         client = trainer.client
         until(lambda: client.status()["tasks"])
         trainer.begin()
@@ -84,17 +88,20 @@ def test_each_part_is_killed_once_and_the_run_goes_on(tmp_path):
 
 
 def ended(client, gate):
-    """The hub's status, once nothing is under way."""
+    """The orchestrator's status, once nothing is under way."""
     client.pause()
     until(lambda: client.status()["running"] == 0)
     until(lambda: asked(f"{gate}/server_info")["sessions"] == 0)
+    # Records of groups that were trained on or dropped are deleted.
+    most = BUFFER["group"] * client.status()["waiting"]
+    until(lambda: asked(f"{gate}/server_info")["finished"] <= most)
     return client.status()
 
 
 def check(trainer, status, steps):
     """Nothing was trained on twice, and as many groups may begin as if nothing had been."""
     assert status["step"] == status["version"] == trainer.step == steps
-    assert status["room"] == 2 * BUFFER["batch_groups"] - status["waiting"]
+    assert status["num_admissible"] == 2 * BUFFER["batch_groups"] - status["waiting"]
     groups = trainer.groups
     assert len(groups) == 4 * trainer.step == len({group.group_id for group in groups})
     assert len({(group.task, group.number) for group in groups}) == len(groups)
@@ -106,13 +113,22 @@ def test_who_hangs_holds_nobody_up(tmp_path):
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as waker:
         parts = Parts(stack)
         engines = [parts.start(name, "engine", delay=0.02) for name in ("one", "two")]
-        own = dict(seconds=2.0, probe_seconds=0.2, journal=str(tmp_path / "gateway"))
+        own = dict(reply_timeout_s=2.0, probe_interval_s=0.2, journal=str(tmp_path / "gateway"))
         gate = parts.start("gateway", "gateway", engine=",".join(engines), **own)
-        own = dict(lost_after=2.0, call_seconds=2.0, journal=str(tmp_path / "hub"))
-        hub = parts.start("hub", "hub", gateway=gate, **own, **BUFFER)
+        own = dict(
+            heartbeat_timeout_s=2.0, gateway_timeout_s=2.0, journal=str(tmp_path / "orchestrator")
+        )
+        orchestrator = parts.start("orchestrator", "orchestrator", gateway=gate, **own, **BUFFER)
         for name in "ab":
-            parts.start(name, "service", hub=hub, name=name, pause=0.05, seconds=10.0)
-        trainer = Trainer(hub, engines)
+            parts.start(
+                name,
+                "service",
+                orchestrator=orchestrator,
+                name=name,
+                pause=0.05,
+                rollout_timeout_s=10.0,
+            )
+        trainer = Trainer(orchestrator, engines)
         client = trainer.client
         until(lambda: len(client.status()["tasks"]) == 2)
         trainer.begin()
@@ -125,7 +141,7 @@ def test_who_hangs_holds_nobody_up(tmp_path):
                 time.sleep(seconds)
                 child.send_signal(signal.SIGCONT)
 
-        for name, seconds in (("b", None), ("two", None), ("gateway", 5.0), ("hub", 5.0)):
+        for name, seconds in (("b", None), ("two", None), ("gateway", 5.0), ("orchestrator", 5.0)):
             until(lambda: client.status()["running"])
             waking = waker.submit(stop, name, seconds)
             for _ in range(3):

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.rollouts.engine_answers import check_generated
+from glm5_jax.rl.rollouts.engine_answers import is_reply
 from tests.rl.fleet import Engine, gateway, until
 
 META = {
@@ -67,15 +67,15 @@ class Odd(Engine):
 
 
 def test_reads_reply_of_engine():
-    assert check_generated(REPLY)
+    assert is_reply(REPLY)
     aborted = META | {"finish_reason": {"type": "abort"}, "weight_versions": []}
-    assert not check_generated({"output_ids": [], "meta_info": aborted})
+    assert not is_reply({"output_ids": [], "meta_info": aborted})
 
 
 @pytest.mark.parametrize("answer", NO_REPLIES)
 def test_rejects_answer_that_is_no_reply(answer):
     with pytest.raises(ValueError, match="the answer is no reply"):
-        check_generated(answer)
+        is_reply(answer)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def pair(stack):
     """Two engines and the gateway in front of them."""
     engines = [Odd(delay=0), Odd(delay=0)]
     urls = [stack.enter_context(engine.running()) for engine in engines]
-    url = stack.enter_context(gateway(",".join(urls), probe_seconds=0.05))
+    url = stack.enter_context(gateway(",".join(urls), probe_interval_s=0.05))
     return dict(zip(urls, engines)), url
 
 

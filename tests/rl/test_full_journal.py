@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.orchestrator.client import HubClient
-from glm5_jax.rl.orchestrator.group_buffer import Buffer, BufferConfig
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
+from glm5_jax.rl.orchestrator.group_buffer import BufferConfig, GroupBuffer
 from glm5_jax.rl.orchestrator.journal import Journal
 from tests.rl.fleet import Fleet, told, until
 from tests.rl.simulated import group
 
-CONFIG = BufferConfig(2, 1, 1, 4)
+CONFIG = BufferConfig(group=2, batch_groups=1, max_staleness=1, max_running=4)
 
 
 class FullDisk:
@@ -50,27 +50,27 @@ def test_makes_changes_in_order_once_there_is_room(tmp_path):
 
 def test_restores_buffer_that_lagged_behind_a_full_disk(tmp_path):
     folder = tmp_path / "journal"
-    buffer = Buffer(CONFIG, folder)
+    buffer = GroupBuffer(CONFIG, folder)
     buffer.begin(0, 0)
     first = buffer.admit("t", 0)
     with FullDisk(folder):
         second = buffer.admit("t", 1)
         assert buffer.put(first.group_id, group(first, [[0], [0]]))
         assert buffer.take(0) is not None
-        buffer.trained(0)
-        assert buffer.unwritten
+        buffer.mark_trained(0)
+        assert buffer.journal_error
     # A process that is killed before there is room knows nothing of it, and trains on nothing twice.
-    before = Buffer(CONFIG, folder)
-    assert (before.step, before.waiting) == (0, 0) and before.again() == [("t", 0)]
+    before = GroupBuffer(CONFIG, folder)
+    assert (before.step, before.waiting) == (0, 0) and before.pop_resamples() == [("t", 0)]
     buffer.write_journal()
-    assert not buffer.unwritten
-    after = Buffer(CONFIG, folder)
-    assert (after.step, after.waiting) == (1, 0) and after.again() == [("t", 1)]
+    assert not buffer.journal_error
+    after = GroupBuffer(CONFIG, folder)
+    assert (after.step, after.waiting) == (1, 0) and after.pop_resamples() == [("t", 1)]
     assert second.number == 1
 
 
 def test_keeps_group_that_cannot_be_encoded_out_of_the_batch(tmp_path):
-    buffer = Buffer(CONFIG, tmp_path / "journal")
+    buffer = GroupBuffer(CONFIG, tmp_path / "journal")
     buffer.begin(0, 0)
     admitted = buffer.admit("t", 0)
     members = group(admitted, [[0], [0]])
@@ -79,16 +79,18 @@ def test_keeps_group_that_cannot_be_encoded_out_of_the_batch(tmp_path):
         buffer.put(admitted.group_id, members)
     assert (buffer.running, buffer.waiting, buffer.accepted) == (1, 0, {})
     buffer.cancel(admitted.group_id)
-    assert buffer.again() == [("t", 0)]
+    assert buffer.pop_resamples() == [("t", 0)]
 
 
 def test_pauses_trainer_while_disk_is_full(stack, gate, tmp_path):
-    folder = tmp_path / "hub"
+    folder = tmp_path / "orchestrator"
     fleet = Fleet(stack, gate, journal=str(folder))
     fleet.begin().train(1)
-    fleet.client = HubClient(fleet.url, patience=0.0)  # which waits for no hub that is gone
+    fleet.client = OrchestratorClient(
+        fleet.url, patience_s=0.0
+    )  # which waits for no orchestrator that is gone
     with FullDisk(folder):
-        until(lambda: any("make room" in why for why in fleet.client.status()["hindered"]))
+        until(lambda: any("make room" in why for why in fleet.client.status()["blockers"]))
         with pytest.raises(ServerError, match="make room") as raised:
             told(fleet.url, "/trainer/begin", {"step": fleet.step, "version": fleet.step})
         assert raised.value.status == 503
@@ -98,11 +100,11 @@ def test_pauses_trainer_while_disk_is_full(stack, gate, tmp_path):
         assert trainer.is_alive()
     trainer.join(20)
     assert not trainer.is_alive() and fleet.step == 3
-    assert not any("make room" in why for why in fleet.client.status()["hindered"])
+    assert not any("make room" in why for why in fleet.client.status()["blockers"])
 
 
 def test_holds_batch_back_while_disk_is_full(stack, gate, tmp_path):
-    folder = tmp_path / "hub"
+    folder = tmp_path / "orchestrator"
     fleet = Fleet(stack, gate, journal=str(folder)).begin()
     until(lambda: fleet.client.status()["waiting"] >= 4)
     found = []
@@ -110,6 +112,6 @@ def test_holds_batch_back_while_disk_is_full(stack, gate, tmp_path):
         take = threading.Thread(target=lambda: found.append(fleet.client.take(0, 0.05)))
         take.start()
         take.join(0.3)
-        assert not found, "a batch that the next hub would not know of was given out"
+        assert not found, "a batch that the next orchestrator would not know of was given out"
     take.join(20)
     fleet.train(2)

@@ -12,14 +12,16 @@ import pytest
 from flax import nnx
 
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
 from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.rollouts.router import Router, RouterConfig, parse_rank
+from glm5_jax.rl.rollouts.record_codec import decode_records
+from glm5_jax.rl.rollouts.router import RouterConfig, SessionRouter, parse_rank
 from glm5_jax.rl.rollouts.sessions import SessionConfig
-from glm5_jax.rl.trajectory import heard
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
+from tests.rl.fleet import body_of
 
 TOKENIZER = Tokenizer.load("bytes")
 CFG = one_layer(vocab_size=292, max_position_embeddings=1024)
@@ -37,7 +39,7 @@ def params():
 @contextlib.contextmanager
 def engine(params, port=0, version=3):
     model = glm5.Glm5(CFG, params=params)
-    made = Engine(model, TOKENIZER, version=version, **OPTIONS)
+    made = Engine(model, TOKENIZER, EngineConfig(**OPTIONS), version=version)
     server = Server(made, TOKENIZER, ServerConfig(port=port, model="tiny"))
     with server.running() as url:
         yield url
@@ -51,7 +53,7 @@ def engines(params):
 
 @contextlib.contextmanager
 def gateway(ranks, **options):
-    options = dict(port=0, max_tokens=300, seconds=60.0, probe_seconds=0.1) | options
+    options = dict(port=0, max_tokens=300, reply_timeout_s=60.0, probe_interval_s=0.1) | options
     with Gateway(TOKENIZER, ranks, GatewayConfig(**options)).running() as url:
         yield url
 
@@ -64,7 +66,7 @@ def run(work, *urls):
 
             async def request(method, path, body=None):
                 async with client.request(method, path, json=body) as response:
-                    return response.status, await response.json()
+                    return response.status, await body_of(response)
 
             return await asyncio.wait_for(work(request), 120)
 
@@ -97,9 +99,9 @@ async def say(request, url, name, messages, **fields):
 
 
 async def records(request, url, name):
-    status, told = await request("POST", f"{url}/sessions/{name}/samples")
-    assert status == 200, told
-    return [heard(own, group_id="g") for own in told["records"]]
+    status, content = await request("GET", f"{url}/sessions/{name}/records")
+    assert status == 200, content
+    return list(decode_records(content, group_id="g"))
 
 
 def logps(params, record):
@@ -200,7 +202,7 @@ def test_the_address_of_a_rank(rank, want):
 def test_a_gateway_that_begins_anew_leaves_sessions_where_their_prefix_is(engines, tmp_path):
     one, two = engines
     names = [f"k{i}" for i in range(20)]
-    name = next(n for n in names if Router([one, two]).rank_of(n) == two)
+    name = next(n for n in names if SessionRouter([one, two]).route(n) == two)
     with gateway([one], journal=str(tmp_path)) as url:
         [reply], _ = chat(url, 1, name)
 
@@ -213,12 +215,12 @@ def test_a_gateway_that_begins_anew_leaves_sessions_where_their_prefix_is(engine
     assert told["rank"] == one and told["cached_tokens"] > 0
 
 
-class Anywhere(Router):
+class Anywhere(SessionRouter):
     """Any rank for any request."""
 
     draw = random.Random(1)
 
-    def rank_of(self, session):
+    def route(self, session):
         return self.draw.choice(sorted(self.loads))
 
 
@@ -251,7 +253,7 @@ def test_a_session_finds_all_of_its_prefix_and_less_where_its_requests_go_anywhe
 
     cached, possible = all_of([f"s{i}" for i in range(100, 103)])
     assert cached >= possible > 500
-    monkeypatch.setattr("glm5_jax.rl.rollouts.gateway.Router", Anywhere)
+    monkeypatch.setattr("glm5_jax.rl.rollouts.gateway.SessionRouter", Anywhere)
     cached, possible = all_of([f"s{i}" for i in range(200, 203)])
     assert cached < 0.9 * possible > 450
 
@@ -275,6 +277,12 @@ def test_an_agent_speaks_to_it_as_to_openai(engines):
 
 
 CHAT = "/sessions/s/v1/chat/completions"
+FORCED = {
+    "messages": [QUESTION],
+    "tools": [{"type": "function", "function": {"name": "look"}}],
+    "tool_choice": "required",
+}
+SINGLE = {"tool_choice": "auto", "parallel_tool_calls": False}
 REFUSED = [
     ("GET", "/sessions/none", None, 404, "never begun"),
     ("POST", "/sessions", {"id": "s"}, 409, "already"),
@@ -284,6 +292,8 @@ REFUSED = [
     ("POST", CHAT, {"messages": [QUESTION], "stop": "x"}, 400, "take no stop"),
     ("POST", CHAT, {"messages": [QUESTION], "stream": True}, 400, "stream is True"),
     ("POST", CHAT, {"messages": []}, 400, "at least one"),
+    ("POST", CHAT, FORCED, 400, "tool_choice is 'required', which constrains the reply"),
+    ("POST", CHAT, FORCED | SINGLE, 400, "parallel_tool_calls is False, which constrains"),
     ("POST", CHAT, {"messages": [QUESTION | {"content": "a" * 3000}]}, 400, "engine refuses"),
     ("POST", CHAT, [], 400, "not of type 'object'"),
     ("POST", "/nowhere", None, 404, "DELETE /sessions/"),
@@ -327,5 +337,5 @@ def test_without_an_engine_nothing_is_kept():
         run(work)
     with pytest.raises(ValueError, match="'127.0.0.1:9' is no URL"):
         Gateway(TOKENIZER, ["127.0.0.1:9"])
-    with pytest.raises(ValueError, match="tries is 0"):
-        GatewayConfig(tries=0)
+    with pytest.raises(ValueError, match="max_tries is 0"):
+        GatewayConfig(max_tries=0)

@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 
+from glm5_jax.rl.rollouts.record_codec import decode_records
 from glm5_jax.rl.rollouts.session_journal import SessionJournal
 from glm5_jax.rl.rollouts.sessions import Session
 from glm5_jax.text.tokenizer import Tokenizer
@@ -56,7 +57,9 @@ def chat(url, name, *messages):
 
 
 def records(url, name):
-    return asked(url, f"/sessions/{name}/samples", {})[1]["records"]
+    """The encoded records of a session."""
+    with urllib.request.urlopen(f"{url}/sessions/{name}/records", timeout=60) as response:
+        return response.read()
 
 
 def load(url):
@@ -83,7 +86,10 @@ def test_a_reply_that_cannot_be_written_is_not_kept(noting, tmp_path):
         # Whoever asks again is answered as if nothing had been.
         assert noting.seeds[-3] == noting.seeds[-2] == noting.seeds[-1]
         told = records(url, "s")
-        assert sum(told[0]["loss_mask"]) > sum(kept[0]["loss_mask"])
+        trained, trained_before = (
+            decode_records(content)[0].loss_mask.sum() for content in (told, kept)
+        )
+        assert trained > trained_before
     with gateway(noting.url, journal=str(tmp_path)) as url:
         assert records(url, "s") == told
 
@@ -94,7 +100,7 @@ def test_a_session_that_cannot_be_written_has_not_begun(noting, tmp_path):
             with room(space):
                 status, said = asked(url, "/sessions", {"id": "s", "seed": 7})
             check_error(status, said["error"])
-            assert load(url) == 0 and asked(url, "/sessions")[1] == {"sessions": []}
+            assert load(url) == 0 and asked(url, "/sessions")[1]["sessions"] == []
         assert asked(url, "/sessions", {"id": "s", "seed": 7})[0] == 200 and load(url) == 1
         chat(url, "s", QUESTION)
         told = records(url, "s")
@@ -175,7 +181,7 @@ DAMAGES = {
     "no reply": as_file(lambda lines: [*lines, b'{"parent": 0, "rank": null}\n']),
     "no file": as_folder,
     "odd rank": last_turn(rank=["http://h"]),
-    "odd tokens": last_turn(drop=10**6),
+    "odd tokens": last_turn(num_dropped=10**6),
     "odd ids": last_turn(context=5),
 }
 
@@ -191,7 +197,7 @@ def test_a_file_that_cannot_be_read_costs_its_own_session_alone(noting, tmp_path
         told = {name: records(url, name) for name in names}
     DAMAGES[damage](tmp_path / "b.jsonl")
     with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
-        assert asked(url, "/sessions")[1] == {"sessions": ["a", "c"]} and load(url) == 2
+        assert asked(url, "/sessions")[1]["sessions"] == ["a", "c"] and load(url) == 2
         assert {name: records(url, name) for name in "ac"} == {name: told[name] for name in "ac"}
         assert str(tmp_path / "b.jsonl") in caplog.text and "cannot be read" in caplog.text
         # What is set aside is in nobody's way.
@@ -226,9 +232,9 @@ def test_which_reply_to_its_prompt_it_is_is_kept(tmp_path):
     tokenizer, journal = Tokenizer.load("bytes"), SessionJournal(tmp_path)
     session = Session(tokenizer, seed=3)
     lost = session.plan([QUESTION])
-    other = session.plan([QUESTION], asked=[lost])
+    other = session.plan([QUESTION], pending=[lost])
     journal.begin("s", 3)
-    turn = session.answer(other, [1, 2], [0.0, 0.0], [0, 0], "stop", {"role": "assistant"})
+    turn = session.make_turn(other, [1, 2], [0.0, 0.0], [0, 0], "stop", {"role": "assistant"})
     journal.add("s", turn, None)
     [(_, again, _)] = journal.read(lambda seed: Session(tokenizer, seed=seed))
-    assert again.turns[0].draw == 1 and again.plan([QUESTION]) == lost
+    assert again.turns[0].sample_index == 1 and again.plan([QUESTION]) == lost

@@ -33,7 +33,7 @@ async def asked(url, *requests):
     async with JsonClient() as client:
         for path, body in requests:
             try:
-                answers.append(await client.ask("POST", url + path, body, seconds=30))
+                answers.append(await client.request("POST", url + path, body, timeout_s=30))
             except ServerError as error:
                 answers.append(error)
     return answers
@@ -96,10 +96,10 @@ def test_works_on_tokens_apart_from_the_event_loop(url, monkeypatch, name):
     requests = [
         ("/sessions", {"id": name}),
         (f"/sessions/{name}{CHATS}", {"messages": [USER], "max_tokens": 20}),
-        (f"/sessions/{name}/samples", {}),
+        (f"/sessions/{name}/finish", {}),
     ]
-    _, reply, samples = asyncio.run(asked(url, *requests))
-    assert reply["choices"] and len(samples["records"]) == 1
+    _, reply, summary = asyncio.run(asked(url, *requests))
+    assert reply["choices"] and len(summary["lengths"]) == 1
     assert len(threads) == 1 and threads[0] != "server"
 
 

@@ -55,16 +55,16 @@ def converse(served, texts, work):
 
     async def run():
         async with JsonClient() as client:
-            name = (await client.ask("POST", f"{url}/sessions", {}, seconds=30))["id"]
+            name = (await client.request("POST", f"{url}/sessions", {}, timeout_s=30))["id"]
             session = f"{url}/sessions/{name}"
 
             async def chat(messages, **fields):
                 body = {"messages": messages, "tools": [TOOL], **fields}
                 path = f"{session}/v1/chat/completions"
-                return (await client.ask("POST", path, body, seconds=30))["choices"][0]
+                return (await client.request("POST", path, body, timeout_s=30))["choices"][0]
 
             async def kinds():
-                return (await client.ask("GET", session, seconds=30))["kinds"]
+                return (await client.request("GET", session, timeout_s=30))["kinds"]
 
             return await work(chat, kinds)
 

@@ -4,6 +4,7 @@ byte, with the log-probs that the learner has for it, whatever JSON makes of wha
 import asyncio
 import collections
 import json
+import urllib.request
 
 import jax
 import numpy as np
@@ -11,16 +12,17 @@ import pytest
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.algorithm.batch import lay_out
+from glm5_jax.rl.algorithm.batch import pack_records
 from glm5_jax.rl.orchestrator.client import JsonClient
 from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.trajectory import heard
+from glm5_jax.rl.rollouts.record_codec import decode_records
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import STOP_TOKENS
 from glm5_jax.training.gradients import score_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 from tests.rl.test_tool_chats import (
     CFG,
     LENGTH,
@@ -42,7 +44,7 @@ def engine(seen):
     options = dict(
         max_num_seqs=12, max_length=LENGTH, page_size=32, prefill_chunk=64, batch_invariant=True
     )
-    made = Engine(policy(), TOKENIZER, **options)
+    made = Engine(policy(), TOKENIZER, EngineConfig(**options))
     submit = made.submit
 
     def watched(request, listener=None):
@@ -71,21 +73,23 @@ class Agent:
     async def __call__(self, client, url):
         name = f"s{self.number}"
         begin = {"id": name, "seed": self.number}
-        await client.ask("POST", f"{url}/sessions", begin, seconds=SECONDS)
+        await client.request("POST", f"{url}/sessions", begin, timeout_s=SECONDS)
         url = f"{url}/sessions/{name}"
         for _ in range(TURNS):
             if not await self._turn(client, url):
                 break
-        told = await client.ask("POST", f"{url}/samples", seconds=SECONDS)
-        self.records = [heard(one, rollout_id=name) for one in told["records"]]
-        self.kinds = (await client.ask("GET", url, seconds=SECONDS))["kinds"]
+        with urllib.request.urlopen(f"{url}/records", timeout=SECONDS) as response:
+            self.records = decode_records(response.read(), rollout_id=name)
+        self.kinds = (await client.request("GET", url, timeout_s=SECONDS))["kinds"]
 
     async def _turn(self, client, url):
         """Whether there were calls, which are then answered."""
         thinking = {"type": "enabled" if self.thinks else "disabled"}
         body = {"messages": self.messages, "tools": [LOOK], "max_tokens": 24, "thinking": thinking}
         try:
-            told = await client.ask("POST", f"{url}/v1/chat/completions", body, seconds=SECONDS)
+            told = await client.request(
+                "POST", f"{url}/v1/chat/completions", body, timeout_s=SECONDS
+            )
         except ServerError as error:
             assert error.status == 400 and "token" in str(error)  # there is no room
             return False
@@ -113,7 +117,7 @@ def chats(count):
         async with JsonClient() as client:
             await asyncio.gather(*(agent(client, url) for agent in agents))
 
-    config = GatewayConfig(port=0, temperature=TEMPERATURE, seconds=SECONDS)
+    config = GatewayConfig(port=0, temperature=TEMPERATURE, reply_timeout_s=SECONDS)
     with (
         Server(engine(seen), TOKENIZER, ServerConfig(port=0)).running() as served,
         Gateway(TOKENIZER, [served], config).running() as url,
@@ -159,7 +163,7 @@ def test_what_was_sampled_is_learnt_byte_for_byte(count=200):
         found += {"several turns": len(own) > 1, "tokens": int(record.loss_mask.sum())}
     records = [record for agent in agents for record in agent.records]
     streams = ("token_ids", "loss_mask", "rollout_logp")
-    batch, _ = lay_out(records, 2 * LENGTH, count // 5, streams)
+    batch, _ = pack_records(records, 2 * LENGTH, count // 5, streams)
     score = jax.jit(score_function(CFG, StepConfig(mtp_steps=0), temperature=TEMPERATURE))
     logp = np.asarray(score(glm5.params_of(policy()), batch))
     on = batch["loss_mask"] == 1

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.orchestrator.client import NOT_BEGUN, HubClient
-from glm5_jax.rl.orchestrator.group_buffer import Buffer, BufferConfig
+from glm5_jax.rl.orchestrator.client import NO_TRAINER, OrchestratorClient
+from glm5_jax.rl.orchestrator.group_buffer import BufferConfig, GroupBuffer
 from glm5_jax.rl.orchestrator.server import Orchestrator
-from tests.rl.fleet import ENGINE, Fleet, gateway, hub_config
+from tests.rl.fleet import ENGINE, Fleet, gateway, orchestrator_config
 
 DAYS = 3 * 24 * 3600
 
@@ -27,12 +27,12 @@ def clock(monkeypatch):
 
 
 def test_gives_lease_of_clock_that_was_set_back():
-    buffer = Buffer(BufferConfig())
+    buffer = GroupBuffer(BufferConfig())
     now = 1_700_000_000_000
-    buffer.begin(0, 0, least=now + 1000 * DAYS)
-    buffer.begin(0, 0, least=now)
+    buffer.begin(0, 0, min_lease=now + 1000 * DAYS)
+    buffer.begin(0, 0, min_lease=now)
     assert buffer.lease == now
-    buffer.begin(0, 0, least=now - 5000)  # by seconds it is later all the same
+    buffer.begin(0, 0, min_lease=now - 5000)  # by seconds it is later all the same
     assert buffer.lease == now + 1
 
 
@@ -61,16 +61,16 @@ def test_run_goes_on_after_clock_was_set_back(clock, stack, gate):
     assert len(fleet.train(2)) == 8
 
 
-def test_hub_has_trainer_begin_again(clock):
-    with Orchestrator(hub_config("http://127.0.0.1:9")).running() as url:
+def test_orchestrator_has_trainer_begin_again(clock):
+    with Orchestrator(orchestrator_config("http://127.0.0.1:9")).running() as url:
         clock(DAYS)
         ENGINE.version = 0
-        client = HubClient(url, patience=1.0)
+        client = OrchestratorClient(url, patience_s=1.0)
         client.begin(0, 0)
         lease = int(1e3 * time.time())
         clock(0)
-        body = json.dumps({"lease": lease, "step": 0, "seconds": 0}).encode()
+        body = json.dumps({"lease": lease, "step": 0, "timeout_s": 0}).encode()
         with pytest.raises(ServerError) as raised:
             Client(url).open("/groups/take", body)
-        assert raised.value.status == NOT_BEGUN
+        assert raised.value.status == NO_TRAINER
         assert client.take(0, 0.0) is None

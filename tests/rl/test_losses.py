@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.rl.algorithm.losses import CORRECTIONS, PolicyConfig, PolicyLoss, corrected
+from glm5_jax.rl.algorithm.losses import (
+    CORRECTIONS,
+    PolicyConfig,
+    PolicyLoss,
+    compute_corrected_loss,
+)
 from tests.oracles import policy as oracle
 
 PLAIN = PolicyConfig()
@@ -22,7 +27,7 @@ def told(config, logp, old, rollout, advantage):
 
         def loss(logp):
             before = jax.lax.stop_gradient(logp) if old is None else jnp.asarray(old)
-            found = corrected(config, logp, before, rollout, advantage)
+            found = compute_corrected_loss(config, logp, before, rollout, advantage)
             return found.loss.sum(), found
 
         grad, found = jax.grad(loss, has_aux=True)(logp)
@@ -48,18 +53,22 @@ def test_the_window_of_icepop_is_closed_in_float32_too():
     rollout = np.float32(np.log(np.linspace(0.001, 0.4, 999)))
     for factor in (0.5, 2.0):
         old = np.float32(rollout + np.float32(np.log(factor)))
-        found = corrected(PLAIN, jnp.asarray(old), jnp.asarray(old), jnp.asarray(rollout), 1.0)
+        found = compute_corrected_loss(
+            PLAIN, jnp.asarray(old), jnp.asarray(old), jnp.asarray(rollout), 1.0
+        )
         assert not (found.below | found.above).any()
         np.testing.assert_allclose(found.loss, -factor, rtol=1e-5)
     for factor, side in ((0.4999, "below"), (2.0001, "above")):
         old = rollout + np.float32(np.log(factor))
-        found = corrected(PLAIN, jnp.asarray(old), jnp.asarray(old), jnp.asarray(rollout), 1.0)
+        found = compute_corrected_loss(
+            PLAIN, jnp.asarray(old), jnp.asarray(old), jnp.asarray(rollout), 1.0
+        )
         assert getattr(found, side).all() and not found.loss.any()
 
 
 def test_double_sided_by_hand():
     """GLM-5 Eq. 3-5: the window is open, and f takes no gradient."""
-    config = PolicyConfig("double_sided")
+    config = PolicyConfig(correction="double_sided")
     logp = np.log([0.3, 0.25, 0.2, 0.5, 0.01])
     # Ratios of 1/2 and 2 to the last bit.
     rollout = np.append(logp[:4] - np.log([1, 0.5, 1.99, 2]), np.log(0.9))
@@ -82,7 +91,7 @@ def test_values_and_gradients_are_the_oracle_s(kind, several):
     old[:300] = logp[:300] + 0.2 * rng.standard_normal(300)
     advantage = rng.standard_normal(400)
     given = old if several else None
-    loss, grad, below, above = told(PolicyConfig(kind), logp, given, rollout, advantage)
+    loss, grad, below, above = told(PolicyConfig(correction=kind), logp, given, rollout, advantage)
     want = [
         oracle.token(kind, a, None if given is None else b, c, d)
         for a, b, c, d in zip(logp, old, rollout, advantage)
@@ -109,7 +118,7 @@ def test_icepop_of_a_boundless_window_is_importance_sampling():
     logp, rollout = (np.log(rng.uniform(0.01, 0.9, 100)) for _ in range(2))
     advantage = rng.standard_normal(100)
     wide = told(dataclasses.replace(PLAIN, beta=1e9), logp, None, rollout, advantage)
-    free = told(PolicyConfig("unclipped"), logp, None, rollout, advantage)
+    free = told(PolicyConfig(correction="unclipped"), logp, None, rollout, advantage)
     np.testing.assert_allclose(wide[0], free[0], rtol=1e-12)
     np.testing.assert_allclose(wide[1], free[1], rtol=1e-12)
 
@@ -117,7 +126,7 @@ def test_icepop_of_a_boundless_window_is_importance_sampling():
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_on_policy_every_one_has_the_gradient_of_reinforce(kind):
     logp = np.log([0.2, 0.9, 0.5])
-    _, grad, *_ = told(PolicyConfig(kind), logp, None, logp, [1.5, -2, 0])
+    _, grad, *_ = told(PolicyConfig(correction=kind), logp, None, logp, [1.5, -2, 0])
     np.testing.assert_allclose(grad, [-1.5, 2, 0], atol=1e-12)
 
 
@@ -130,8 +139,12 @@ def test_importance_sampling_has_the_expectation_of_the_policy_s_own_samples():
 
     def estimate(theta, kind):
         logp = jax.nn.log_softmax(theta)
-        found = corrected(
-            PolicyConfig(kind), logp, jax.lax.stop_gradient(logp), jnp.log(q), jnp.asarray(reward)
+        found = compute_corrected_loss(
+            PolicyConfig(correction=kind),
+            logp,
+            jax.lax.stop_gradient(logp),
+            jnp.log(q),
+            jnp.asarray(reward),
         )
         return -(jnp.asarray(q) * found.loss).sum()
 
@@ -144,7 +157,9 @@ def test_importance_sampling_has_the_expectation_of_the_policy_s_own_samples():
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_token_that_is_out_of_all_bounds_is_finite(kind):
     logp = np.array([-80.0, -1e-3, -1e4])
-    loss, grad, *_ = told(PolicyConfig(kind), logp, None, [-1e-3, -1e4, -1.0], [-1, -1, 1])
+    loss, grad, *_ = told(
+        PolicyConfig(correction=kind), logp, None, [-1e-3, -1e4, -1.0], [-1, -1, 1]
+    )
     assert np.isfinite(loss).all() and np.isfinite(grad).all()
 
 
@@ -208,10 +223,10 @@ def test_what_is_told_of_the_samples():
     ratio = np.array([1, 0.4, 3])
     want = {
         "ratio": ratio,
-        "mismatch": np.abs(np.log(ratio)),
+        "abs_logratio": np.abs(np.log(ratio)),
         "mismatch_kl": ratio - 1 - np.log(ratio),
-        "below": [0, 1, 0],
-        "above": [0, 0, 1],
+        "clip_frac_low": [0, 1, 0],
+        "clip_frac_high": [0, 0, 1],
         "entropy": -logp,
     }
     assert set(stats) == set(want)

@@ -11,7 +11,7 @@ import pytest
 from glm5_jax.rl.algorithm import advantage, credit, losses
 from glm5_jax.rl.reward_model import outcome_training
 from glm5_jax.training import gradients, loss, step
-from tests.rl import test_advantage, test_losses, test_objective, test_outcome_model, test_streams
+from tests.rl import test_advantage, test_credit, test_losses, test_objective, test_outcome_model
 from tests.training import test_loss
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ LOSSES = {
         "jnp.where(below | above, 0, _exp(off))",
         "jnp.where(below | above, 0, 1.0)",
     ),
-    "rho is left out": ("return Corrected(rho * loss,", "return Corrected(loss,"),
+    "rho is left out": ("return CorrectedLoss(rho * loss,", "return CorrectedLoss(loss,"),
     "the window is open": ("math.log(config.beta) + 1e-6", "math.log(config.beta) - 1e-6"),
     "the window has no lower edge": ("off < -edge, off > edge", "off < -99, off > edge"),
     "the window has no upper edge": ("off < -edge, off > edge", "off < -edge, off > 99"),
@@ -60,7 +60,10 @@ LOSSES = {
         "-ratio * advantage, ratio, never",
         "-advantage + 0 * ratio, ratio, never",
     ),
-    "exponentials without a bound": ("jnp.exp(jnp.clip(off, -MOST, MOST))", "jnp.exp(off)"),
+    "exponentials without a bound": (
+        "jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))",
+        "jnp.exp(log_ratio)",
+    ),
     "the teacher's advantage learns": (
         'lax.stop_gradient(streams["ref_logp"] - logp)',
         '(streams["ref_logp"] - logp)',
@@ -69,44 +72,44 @@ LOSSES = {
     "the teacher alone": ('streams["ref_logp"] - logp', 'streams["ref_logp"]'),
     "the divergence without its line": ("jnp.exp(off) - 1 - off", "jnp.exp(off) - 1"),
     "a distance with a sign": ("jnp.abs(off)", "off"),
-    "the entropy's sign": ('"entropy": -still', '"entropy": still'),
+    "the entropy's sign": ('"entropy": -current', '"entropy": current'),
 }
 ADVANTAGES = {
-    "no mean": ("found - found.mean()", "found"),
+    "no mean": ("scored - scored.mean()", "scored"),
     "the population's deviation": ("ddof=1", "ddof=0"),
-    "no deviation": ("away / (found.std(ddof=1) + 1e-6)", "away"),
-    "no epsilon": ("found.std(ddof=1) + 1e-6", "found.std(ddof=1)"),
+    "no deviation": ("deviation / (scored.std(ddof=1) + 1e-6)", "deviation"),
+    "no epsilon": ("scored.std(ddof=1) + 1e-6", "scored.std(ddof=1)"),
     "failures count as zeros": (
         "if r is not None], np.float64",
         "if r is not None or True], np.float64",
     ),
-    "others by their number": ("len(found) / (len(found) - 1)", "1"),
-    "equal rewards by rounding": ("found.min() < found.max()", "True"),
-    "a single reward": ("len(found) > 1 and ", ""),
+    "others by their number": ("len(scored) / (len(scored) - 1)", "1"),
+    "equal rewards by rounding": ("scored.min() < scored.max()", "True"),
+    "a single reward": ("len(scored) > 1 and ", ""),
 }
 STREAMS = {
     "prompts are credited": (
         "np.where(record.loss_mask, advantage, 0)",
         "np.full(len(record), advantage)",
     ),
-    "failures are learnt from": ("if own[1].value is not None", "if True"),
+    "failures are learnt from": ("if member[1].value is not None", "if True"),
     "nothing is left out": (
-        "config.drop_flat and len({value",
-        "False and len({value",
+        "config.drop_zero_variance_groups and len(set(values)",
+        "False and len(set(values)",
     ),
-    "a failure makes a difference": ("if value is not None}) < 2", "}) < 2"),
+    "a failure makes a difference": ("set(values) - {None}", "set(values)"),
     "a flat group of the buffer is learnt from": (
-        "config.drop_flat and len(set",
-        "False and len(set",
+        "config.drop_zero_variance_groups and len(set(group",
+        "False and len(set(group",
     ),
     "a copy is another sample": (
-        "advantages(group.baseline, config.baseline)",
-        "advantages([member.reward.value for member in group.members], config.baseline)",
+        "compute_advantages(group.baseline, config.baseline)",
+        "compute_advantages([member.reward.value for member in group.members], config.baseline)",
     ),
     "a copy is a piece of its rollout": ("if copy:", "if False:"),
     "a copy is of the first": (
-        "copy, own = divmod(place, len(worth))",
-        "copy, own = place // len(worth), 0",
+        "copy, original = divmod(index, len(advantages))",
+        "copy, original = index // len(advantages), 0",
     ),
     "long rollouts count more": ("max(lengths[record.rollout_id], 1.0)", "1.0"),
     "pieces count each for itself": (
@@ -114,13 +117,13 @@ STREAMS = {
         "lengths[record.rollout_id] = record",
     ),
     "tokens by their rollouts": ('config.normalisation == "token"', "False"),
-    "no pull": ('if config.pull == "none" else', "if True else"),
+    "no pull": ('if config.kl_target == "none" else', "if True else"),
     "the uniform distribution's sign": ("-np.log(vocab_size)", "np.log(vocab_size)"),
     "the uniform distribution of another size": ("-np.log(vocab_size)", "-np.log(vocab_size - 1)"),
-    "no uniform distribution": ('config.pull == "uniform"', "False"),
-    "whatever the pull is to, it is to the uniform": (
-        'config.pull == "uniform"',
-        'config.pull != "none"',
+    "no uniform distribution": ('config.kl_target == "uniform"', "False"),
+    "any target is the uniform distribution": (
+        'config.kl_target == "uniform"',
+        'config.kl_target != "none"',
     ),
     "prompts are pulled": (
         "np.where(record.loss_mask, -np.log(vocab_size), np.nan)",
@@ -198,7 +201,7 @@ PAIRS = {
     "half a margin": ("log_sigmoid(margins)", "log_sigmoid(margins / 2)"),
     "the rejected reply's score is added": ("jnp.sign(pair) * scores", "scores"),
     "the rejected reply wins": ("jnp.sign(pair) * scores", "-jnp.sign(pair) * scores"),
-    "the last token of both counts for one": (".add(own)[1:]", ".set(own)[1:]"),
+    "the last token of both counts for one": (".add(signed)[1:]", ".set(signed)[1:]"),
 }
 
 
@@ -253,7 +256,7 @@ def checks_of_advantages():
 def checks_of_streams():
     return [
         value
-        for name, value in vars(test_streams).items()
+        for name, value in vars(test_credit).items()
         if name.startswith("test_") and "rows" not in name and "record_is" not in name
     ]
 
@@ -266,7 +269,7 @@ def checks_of_the_objective():
 
 
 def checks_of_training():
-    yield test_loss.test_targets_are_the_tokens_ahead_in_the_same_document
+    yield test_loss.test_targets_are_next_tokens_of_document
     yield from checks_of_the_objective()
     yield test_objective.test_scores_are_the_log_probs_of_each_token
     yield functools.partial(test_objective.test_micro_batches_change_nothing, test_objective.CFG, 4)
@@ -298,7 +301,13 @@ def _runs_of_this_mutant():
 
 # Of each: modules in which names are looked up, by whom the mutant's stand; where they are from; checks, mutations.
 PARTS = {
-    "losses": ([test_losses], ("corrected", "PolicyLoss"), losses, checks_of_losses, LOSSES),
+    "losses": (
+        [test_losses],
+        ("compute_corrected_loss", "PolicyLoss"),
+        losses,
+        checks_of_losses,
+        LOSSES,
+    ),
     "policy": ([test_objective], ("PolicyLoss",), losses, checks_of_the_objective, POLICY),
     "objective": (
         [gradients, step, test_loss],
@@ -310,15 +319,21 @@ PARTS = {
     "beside": ([gradients], ("local_objective",), loss, checks_beside, BESIDE),
     "pairs": (
         [test_outcome_model],
-        ("bradley_terry", "margins_of"),
+        ("bradley_terry_loss", "pair_margins"),
         outcome_training,
         checks_of_pairs,
         PAIRS,
     ),
-    "advantage": ([test_advantage], ("advantages",), advantage, checks_of_advantages, ADVANTAGES),
+    "advantage": (
+        [test_advantage],
+        ("compute_advantages",),
+        advantage,
+        checks_of_advantages,
+        ADVANTAGES,
+    ),
     "streams": (
-        [test_streams],
-        ("credited", "credited_rollouts", "distilled"),
+        [test_credit],
+        ("assign_credit", "assign_batch_credit", "make_distillation_records"),
         credit,
         checks_of_streams,
         STREAMS,

@@ -14,12 +14,12 @@ from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.parallel.tree import flatten
 from glm5_jax.rl.algorithm.losses import PolicyConfig, PolicyLoss
 from glm5_jax.training.gradients import Rates, gradient_function, loss_function, score_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 from tests.mesh import cases
 from tests.model.small import one_layer
 from tests.oracles import policy as oracle
 
-POLICY = PolicyConfig("double_sided", temperature=0.7, rl=0.9, ref_kl=0.3, ce=0.5)
+POLICY = PolicyConfig(correction="double_sided", temperature=0.7, rl=0.9, ref_kl=0.3, ce=0.5)
 STEP = StepConfig(mtp_steps=0, balance_weight=0, loss_chunk=50, query_block=16, gather_block=8)
 RATES = Rates(np.float64(0), np.float64(0))
 STREAMS = ("token_ids", "loss_mask", "ce_weight", *PolicyLoss.streams)
@@ -185,7 +185,7 @@ def expected(kind, **options):
                 sums[name] += weight * loss, weight
             if weights[1] or weights[2]:
                 mismatch, tokens = mismatch + abs(logp[i] - record.rollout_logp[i]), tokens + 1
-    return {name: a / b for name, (a, b) in sums.items()} | {"mismatch": mismatch / tokens}
+    return {name: a / b for name, (a, b) in sums.items()} | {"abs_logratio": mismatch / tokens}
 
 
 @pytest.mark.parametrize("kind", ["icepop", "double_sided"])
@@ -198,12 +198,12 @@ def test_the_parts_are_means_of_the_oracle_s_tokens(kind):
             found = values(CFG, policy)(params(), laid_out(ALONE, LENGTH), RATES)
             objective, parts = jax.device_get(found)
     want = expected(kind)
-    got = {"ce": parts.ce, **parts.parts, "mismatch": parts.stats["mismatch"]}
+    got = {"ce": parts.ce, **parts.parts, "abs_logratio": parts.stats["abs_logratio"]}
     for name, value in want.items():
         assert got[name] == pytest.approx(value, rel=1e-6), name  # records hold float32
     total = 0.5 * parts.ce + 0.9 * parts.parts["rl"] + 0.3 * parts.parts["ref_kl"]
     assert objective == pytest.approx(total, rel=1e-12)
-    assert 0 < parts.stats["below"] + parts.stats["above"] < 0.9
+    assert 0 < parts.stats["clip_frac_low"] + parts.stats["clip_frac_high"] < 0.9
 
 
 def slow(*case):

@@ -20,7 +20,7 @@ from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.training import report
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.schedule import ScheduleConfig
-from launch import run
+from launch import stage_runner
 from tests.model.small import one_layer
 
 STAGES = ("rl_reasoning", "rl_general", "distill")
@@ -53,8 +53,11 @@ def life():
         **rl_general.shared_fields(
             general,
             name="distill",
-            learns="teachers",
-            teachers=(Teacher("rl_reasoning", "reasoning"), Teacher("rl_general", "general")),
+            objective="teachers",
+            teachers=(
+                Teacher(checkpoint="rl_reasoning", origin="reasoning"),
+                Teacher(checkpoint="rl_general", origin="general"),
+            ),
             rollout=dataclasses.replace(base.rollout, prompts=8, group=1),
         ),
         reasoning=base.tasks,
@@ -73,7 +76,7 @@ def told(folder):
 def test_a_teacher_that_was_stopped_before_it_saved_anything_has_still_to_train(tmp_path):
     (tmp_path / "rl_general/checkpoints").mkdir(parents=True)
     before = None
-    for stage in run.stages_of(life(), tmp_path):
+    for stage in stage_runner.plan_stages(life(), tmp_path):
         before = stage.config.make_stage(stage.folder, None, before)
     before.close()
     with pytest.raises(ValueError, match="rl_general holds no checkpoint"):
@@ -84,7 +87,7 @@ def test_a_teacher_that_was_stopped_before_it_saved_anything_has_still_to_train(
 def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run.run_config(types.SimpleNamespace(), life(), whole, PreemptionGuard()) == 0
+    assert stage_runner.run_stages(types.SimpleNamespace(), life(), whole, PreemptionGuard()) == 0
     update, count = Engine.update_weights, 0
 
     def dies(self, *args, **more):
@@ -98,8 +101,8 @@ def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypat
     monkeypatch.setattr(Engine, "update_weights", dies)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the machine is gone"):
-            run.run_config(types.SimpleNamespace(), life(), parted, PreemptionGuard())
-    assert run.run_config(types.SimpleNamespace(), life(), parted, PreemptionGuard()) == 0
+            stage_runner.run_stages(types.SimpleNamespace(), life(), parted, PreemptionGuard())
+    assert stage_runner.run_stages(types.SimpleNamespace(), life(), parted, PreemptionGuard()) == 0
     assert "resuming at step 1" in "".join(capsys.readouterr())
     before = None
     for name in STAGES:

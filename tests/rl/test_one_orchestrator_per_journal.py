@@ -1,26 +1,27 @@
-"""One hub, one gateway and one trainer per workdir: a second one is refused before it reads or writes anything."""
+"""One orchestrator, one gateway and one trainer per workdir: a second one is refused before it reads or writes anything."""
 
 import dataclasses
 
 import pytest
 
 from experiments import rl_agentic
-from glm5_jax.rl.orchestrator.program import PlaceConfig
 from glm5_jax.rl.orchestrator.server import Orchestrator
+from glm5_jax.rl.programs import servers
+from glm5_jax.rl.programs.program import ProgramConfig
 from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.trainers.async_trainer import Asynchronous
+from glm5_jax.rl.trainers.async_trainer import AsyncRlTrainer
 from glm5_jax.runtime.folder_lock import FolderInUse, FolderLock
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.metrics import TrainingStopped
-from tests.rl.fleet import hub_config
+from tests.rl.fleet import orchestrator_config
 from tests.rl.small_stage import TOKENIZER, shared
-from tests.rl.test_asynchronous import config_of
+from tests.rl.test_async_trainer import config_of
 
 NOBODY = "http://127.0.0.1:9"
 
 
-def test_rejects_second_hub_until_first_has_ended(tmp_path):
-    config = hub_config(NOBODY, journal=str(tmp_path))
+def test_rejects_second_orchestrator_until_first_has_ended(tmp_path):
+    config = orchestrator_config(NOBODY, journal=str(tmp_path))
     with Orchestrator(config).running():
         before = sorted(tmp_path.iterdir())
         with pytest.raises(FolderInUse, match="is in use by process"):
@@ -30,11 +31,11 @@ def test_rejects_second_hub_until_first_has_ended(tmp_path):
         pass
 
 
-def test_hub_that_refuses_its_journal_lets_another_have_it(tmp_path):
-    with Orchestrator(hub_config(NOBODY, journal=str(tmp_path))).running():
+def test_orchestrator_that_refuses_its_journal_lets_another_have_it(tmp_path):
+    with Orchestrator(orchestrator_config(NOBODY, journal=str(tmp_path))).running():
         pass
     with pytest.raises(ValueError, match="is of group=4"):
-        Orchestrator(hub_config(NOBODY, group=2, journal=str(tmp_path)))
+        Orchestrator(orchestrator_config(NOBODY, group=2, journal=str(tmp_path)))
     FolderLock(tmp_path).release()
 
 
@@ -48,33 +49,33 @@ def test_rejects_second_gateway(tmp_path):
 def test_rejects_second_trainer(tmp_path, one_device):
     TOKENIZER.save(tmp_path / "tokenizer")
     config = config_of(str(tmp_path / "tokenizer"))
-    stage = Asynchronous(config, tmp_path, Untouched(), Untouched(), step_maker=shared)
+    stage = AsyncRlTrainer(config, tmp_path, Untouched(), Untouched(), step_maker=shared)
     with FolderLock(tmp_path), pytest.raises(TrainingStopped, match="is in use by process"):
         stage.run()
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_program_whose_port_is_taken_is_started_again(tmp_path, monkeypatch, capsys):
-    with Orchestrator(hub_config(NOBODY)).running() as url:
-        config = hub_config(NOBODY, port=int(url.rpartition(":")[2]))
+    with Orchestrator(orchestrator_config(NOBODY)).running() as url:
+        config = orchestrator_config(NOBODY, port=int(url.rpartition(":")[2]))
         assert code_of(lambda *_: Orchestrator(config), tmp_path, monkeypatch) == 1
     assert "address already in use" in capsys.readouterr().err
 
 
 def test_program_with_mistake_of_user_is_not_started_again(tmp_path, monkeypatch, capsys):
     def make(*_):
-        return Orchestrator(hub_config("no url"))
+        return Orchestrator(orchestrator_config("no url"))
 
     assert code_of(make, tmp_path, monkeypatch) == 2
     assert "gateway is 'no url'" in capsys.readouterr().err
 
 
 class Untouched:
-    """A hub and a pusher of which nothing is asked."""
+    """An orchestrator and a pusher of which nothing is asked."""
 
 
 def code_of(make, workdir, monkeypatch):
     """The exit code of a program."""
-    monkeypatch.setattr(rl_agentic, "PROGRAMS", {"hub": make})
-    place = PlaceConfig(role="hub")
-    return rl_agentic.serve(dataclasses.replace(rl_agentic.tiny(), place=place), workdir)
+    monkeypatch.setattr(servers, "SERVERS", {"orchestrator": make})
+    program = ProgramConfig(role="orchestrator")
+    return rl_agentic.serve(dataclasses.replace(rl_agentic.tiny(), program=program), workdir)

@@ -1,10 +1,11 @@
-"""The hub with real services and the real gateway, over HTTP, in front of an engine that answers at random: what comes of
+"""The orchestrator with real services and the real gateway, over HTTP, in front of an engine that answers at random: what comes of
 rollouts, and what people and the world outside do to it."""
 
 import asyncio
 import collections
 import contextlib
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -17,10 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.orchestrator.client import HubClient, heard_taken, told_taken
-from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
-from glm5_jax.rl.orchestrator.server import HubConfig, Orchestrator
+from glm5_jax.rl.orchestrator.client import (
+    OrchestratorClient,
+    batch_group_from_json,
+    batch_group_to_json,
+)
+from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
+from glm5_jax.rl.orchestrator.server import Orchestrator, OrchestratorConfig
 from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
+from glm5_jax.rl.trajectory import summarize_records
 from glm5_jax.runtime.http_server import (
     ApiError,
     HttpServer,
@@ -33,7 +39,7 @@ from tests.rl.fleet import (
     ENGINE,
     Fleet,
     Sums,
-    hub_config,
+    orchestrator_config,
     process,
     service_config,
     sessions,
@@ -58,13 +64,15 @@ def test_what_is_trained_is_what_was_sampled_in_the_chat(stack, gate):
         assert len({member.rollout_id for member in group.members}) == 4
         for member in group.members:
             assert (member.task, member.number) == ("sums", group.number)
-            assert member.metrics == {"turns": 2} and member.seconds > 0
+            assert member.metrics == {"turns": 2} and member.duration_s > 0
             [record] = member.records
             assert record.rollout_id == member.rollout_id and record.group_id == group.group_id
             text = TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
-            replies = [m["content"] for m in member.messages if m["role"] == "assistant"]
-            assert len(replies) == 2 and all(f"</think>{reply}<|" in text for reply in replies)
+            replies = re.findall(r"</think>(\d+)<\|user\|>", text)
+            assert len(replies) == 2 and "+1?" in text
             assert record.loss_mask.sum() == 20  # of two replies
+            summary = summarize_records(member.records, member.summary.digest)
+            assert member.summary == summary
             right = float(int(replies[-1]) % 2 == 0)
             assert member.reward.value == member.reward.parts["right"] == right
     # Every epoch has each task once.
@@ -111,10 +119,10 @@ def test_shares_are_the_weights_and_nothing_is_left_behind(stack, gate):
 def test_no_more_groups_than_the_rate(stack, gate):
     rate, began = 3.0, time.monotonic()
     fleet = Fleet(stack, gate, {"limited": {"rate": rate}, "fast": {}}).begin()
-    while fleet.told("limited")["drawn"] < 4:
+    while fleet.told("limited")["num_drawn"] < 4:
         fleet.train()
-    assert fleet.told("limited")["drawn"] <= rate * (time.monotonic() - began) + 1
-    assert fleet.told("fast")["drawn"] > 4
+    assert fleet.told("limited")["num_drawn"] <= rate * (time.monotonic() - began) + 1
+    assert fleet.told("fast")["num_drawn"] > 4
 
 
 # -- what people and signals do --------------------------------------------------------------------------------
@@ -133,12 +141,12 @@ def test_a_group_can_be_called_off(stack, gate, again):
     names = {f"{third}-{place}" for place in range(4)}
     until(lambda: set(own.cancelled) >= names)
     for name in others:
-        fleet.client.cancel(name, again=True)
+        fleet.client.cancel(name, should_resample=True)
     groups = fleet.train(4)
     assert {group.number for group in groups} >= set(range(12)) - {3}
     assert (3 in {group.number for group in groups}) == again
     assert fleet.told()["cancelled_groups"] == 12
-    with pytest.raises(ServerError, match=f"no group '{third}' is under way"):
+    with pytest.raises(ServerError, match=f"no group '{third}' is running"):
         fleet.client.cancel(third)
     fleet.client.pause()
     until(lambda: fleet.client.status()["running"] == 0 and sessions(gate) == 0)
@@ -188,11 +196,13 @@ def test_no_session_begins_after_its_group_was_called_off(stack):
     assert all(task.done() for task in slow._late) and slow.sessions == set()
 
 
-def test_a_paused_hub_begins_nothing(stack, gate):
+def test_a_paused_orchestrator_begins_nothing(stack, gate):
     fleet = Fleet(stack, gate)
     fleet.client.pause()
     fleet.begin()
-    assert fleet.client.take(0, 0.3) is None and "the hub is paused" in fleet.client.hindered
+    assert (
+        fleet.client.take(0, 0.3) is None and "the orchestrator is paused" in fleet.client.blockers
+    )
     assert fleet.services["sums"].seen == []
     fleet.client.pause(False)
     assert len(fleet.train()) == 4
@@ -200,7 +210,9 @@ def test_a_paused_hub_begins_nothing(stack, gate):
 
 def test_a_service_that_is_told_to_end_ends_what_it_has_and_is_forgotten(stack, gate):
     fleet = Fleet(stack, gate, ["staying"])
-    _, child = stack.enter_context(process("service", hub=fleet.url, name="leaving", pause=0.3))
+    _, child = stack.enter_context(
+        process("service", orchestrator=fleet.url, name="leaving", pause=0.3)
+    )
     until(lambda: "leaving" in fleet.client.status()["tasks"])
     fleet.begin()
     until(lambda: fleet.told("leaving")["in_flight"] >= 4)
@@ -214,12 +226,12 @@ def test_a_service_that_is_told_to_end_ends_what_it_has_and_is_forgotten(stack, 
     assert "leaving" in {group.task for group in groups}
 
 
-def test_a_hub_that_is_told_to_end_lets_its_groups_come(stack, gate, tmp_path):
+def test_an_orchestrator_that_is_told_to_end_lets_its_groups_come(stack, gate, tmp_path):
     options = {"gateway": gate, "journal": str(tmp_path)}
-    url, child = stack.enter_context(process("hub", **options))
+    url, child = stack.enter_context(process("orchestrator", **options))
     service = Sums(service_config(url), pause=0.3)
     stack.enter_context(service.running())
-    client, ENGINE.version = HubClient(url, patience=10.0), 0
+    client, ENGINE.version = OrchestratorClient(url, patience_s=10.0), 0
     client.begin(0, 0)
     until(lambda: client.status()["running"] == 12 and service.seen)
     child.send_signal(signal.SIGTERM)
@@ -227,22 +239,22 @@ def test_a_hub_that_is_told_to_end_lets_its_groups_come(stack, gate, tmp_path):
     assert child.wait(20) == 0
     assert len(service.seen) == 48 and service.cancelled == []
     port = int(url.rpartition(":")[2])
-    hub = Orchestrator(hub_config(gate, journal=str(tmp_path), port=port))
+    orchestrator = Orchestrator(orchestrator_config(gate, journal=str(tmp_path), port=port))
     # The next one knows which numbers there were.
-    with hub.running():
+    with orchestrator.running():
         assert (client.status()["waiting"], client.status()["running"]) == (12, 0)
         for step in range(5):
             taken = client.take(step, 20)
             assert taken and all(group.order == group.number for group in taken)
-            client.trained(step)
+            client.mark_trained(step)
             ENGINE.version = step + 1
             client.push(step + 1)
 
 
-def test_a_hub_that_ends_tells_who_waits(gate):
+def test_an_orchestrator_that_ends_tells_who_waits(gate):
     with ThreadPoolExecutor() as threads:
-        with Orchestrator(hub_config(gate)).running() as url:
-            client = HubClient(url, patience=0.0)
+        with Orchestrator(orchestrator_config(gate)).running() as url:
+            client = OrchestratorClient(url, patience_s=0.0)
             client.begin(0, 0)
             taken = threads.submit(client.take, 0, 60)
             time.sleep(0.3)
@@ -293,17 +305,17 @@ def test_an_evaluation_goes_before_groups(stack, gate):
 
 
 def test_a_batch_is_heard_as_it_was_told(stack, gate):
-    fleet = Fleet(stack, gate, remote=RemoteConfig(tries=1))
+    fleet = Fleet(stack, gate, dispatcher=DispatcherConfig(max_tries=1))
     fleet.services["sums"].broken = lambda asked: asked.rollout_id.endswith("-3")
     for group in fleet.begin().train():
-        told = json.loads(json.dumps(told_taken(group)))
-        assert len(told["members"]) == 3 and len(told["places"]) == 4
-        again = heard_taken(told)
+        told = json.loads(json.dumps(batch_group_to_json(group)))
+        assert len(told["members"]) == 3 and len(told["member_ids"]) == 4
+        again = batch_group_from_json(told)
         assert again.members[3] is again.members[0] and again.baseline == group.baseline
-        assert told_taken(again) == told_taken(group)
+        assert batch_group_to_json(again) == batch_group_to_json(group)
 
 
-def test_no_proxy_leads_to_a_hub(stack, gate, monkeypatch):
+def test_no_proxy_leads_to_an_orchestrator(stack, gate, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     fleet = Fleet(stack, gate).begin()
     assert len(fleet.train()) == 4
@@ -325,7 +337,7 @@ def test_a_server_may_have_as_many_connections_as_it_is_allowed_to():
 
 LEASE = {"lease": "its"}
 SPEC = {
-    "schema": 1,
+    "schema": 2,
     "name": "new",
     "url": "http://127.0.0.1:9",
     "weight": 1.0,
@@ -333,18 +345,18 @@ SPEC = {
     "held_out": 0,
     "max_inflight": 8,
     "rate": None,
-    "seconds": 60.0,
+    "rollout_timeout_s": 60.0,
 }
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/tasks", {**SPEC, "schema": 2}, 400, "schema is 2 and this hub speaks 1"),
+        ("/tasks", {**SPEC, "schema": 1}, 400, "schema is 1 and this orchestrator speaks 2"),
         ("/tasks", {**SPEC, "weight": 0}, 400, "weight is 0; it must be positive"),
         ("/tasks", {**SPEC, "weight": -1.5}, 400, "weight is -1.5"),
         ("/tasks", {**SPEC, "rate": 0}, 400, "rate is 0"),
-        ("/tasks", {**SPEC, "seconds": -1}, 400, "seconds is -1"),
+        ("/tasks", {**SPEC, "rollout_timeout_s": -1}, 400, "rollout_timeout_s is -1"),
         ("/tasks", {**SPEC, "url": "127.0.0.1:9"}, 400, "'127.0.0.1:9', which is no URL"),
         ("/tasks", {**SPEC, "url": "http://"}, 400, "which is no URL"),
         ("/tasks", {**SPEC, "name": "a/b"}, 400, "name is 'a/b'; use up to 64 letters"),
@@ -352,32 +364,34 @@ SPEC = {
         ("/tasks", {**SPEC, "size": 0}, 400, "size: 0 is less than the minimum of 1"),
         ("/tasks", {**SPEC, "max_inflight": 3}, 400, "a group has 4 rollouts; raise it"),
         ("/tasks", {**SPEC, "speed": 1}, 400, "speed: no such field"),
-        ("/tasks", {"schema": 1}, 400, "is a required property"),
+        ("/tasks", {"schema": 2}, 400, "is a required property"),
         ("/tasks", [], 400, "is not of type 'object'"),
         ("/tasks/none/heartbeat", {}, 404, "no service 'none'"),
         ("/tasks/sums/heartbeat", {"instance": "x"}, 404, "register it"),
         ("/trainer/begin", {"step": 1, "version": 2}, 409, "version is 2 at step 1"),
-        ("/groups/take", {"step": 7, "seconds": 0, **LEASE}, 409, "no batch of step 7"),
+        ("/groups/take", {"step": 7, "timeout_s": 0, **LEASE}, 409, "no batch of step 7"),
         (
             "/groups/take",
-            {"step": -1, "seconds": 0, **LEASE},
+            {"step": -1, "timeout_s": 0, **LEASE},
             400,
             "step: -1 is less than the minimum of 0",
         ),
-        ("/groups/take", {"step": 0, "seconds": 0}, 400, "'lease' is a required property"),
+        ("/groups/take", {"step": 0, "timeout_s": 0}, 400, "'lease' is a required property"),
         ("/groups/trained", {"step": 0, **LEASE}, 409, "cannot be trained on"),
+        ("/groups/lost", {"rollout_ids": [], "lease": 0}, 409, "lease 0 has been replaced"),
+        ("/groups/lost", {"rollout_ids": [1], **LEASE}, 400, "is not of type 'string'"),
         ("/version", {"version": 9, **LEASE}, 409, "version is 9"),
         ("/version", {"version": 0, "lease": 0}, 409, "the trainer of lease 0 has been replaced"),
         (
             "/evaluate",
-            {"count": 0, "seconds": 1},
+            {"count": 0, "timeout_s": 1},
             400,
             "count: 0 is less than the minimum of 1",
         ),
         ("/nowhere", {}, 404, "POST /tasks, /tasks/{name}/heartbeat, /trainer/begin"),
     ],
 )
-def test_what_the_hub_cannot_take_it_says(idle, path, body, status, words):
+def test_what_the_orchestrator_cannot_take_it_says(idle, path, body, status, words):
     url, lease = idle
     if body and body.get("lease") == "its":
         body = body | {"lease": lease}
@@ -388,7 +402,7 @@ def test_what_the_hub_cannot_take_it_says(idle, path, body, status, words):
 
 @pytest.fixture(scope="module")
 def idle(gate):
-    """A hub whose service never has anything to do, and its trainer's lease."""
+    """An orchestrator whose service never has anything to do, and its trainer's lease."""
     with contextlib.ExitStack() as stack:
         fleet = Fleet(stack, gate)
         fleet.client.pause()
@@ -406,36 +420,39 @@ def test_nobody_leaves_who_is_not_there(idle):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: HubConfig(gateway="10.0.0.1:9000"), "gateway is '10.0.0.1:9000', which is no URL"),
-        (lambda: HubConfig(tick=0), "tick is 0"),
-        (lambda: HubConfig(poll_seconds=-1), "poll_seconds is -1"),
-        (lambda: RemoteConfig(tries=0), "tries is 0"),
-        (lambda: RemoteConfig(slack=-1), "slack is -1"),
-        (lambda: RegistryConfig(lost_after=0), "lost_after is 0"),
-        (lambda: HubClient("http://x", patience=-1), "patience is -1"),
+        (
+            lambda: OrchestratorConfig(gateway="10.0.0.1:9000"),
+            "gateway is '10.0.0.1:9000', which is no URL",
+        ),
+        (lambda: OrchestratorConfig(poll_interval_s=0), "poll_interval_s is 0"),
+        (lambda: OrchestratorConfig(poll_timeout_s=-1), "poll_timeout_s is -1"),
+        (lambda: DispatcherConfig(max_tries=0), "max_tries is 0"),
+        (lambda: DispatcherConfig(response_grace_s=-1), "response_grace_s is -1"),
+        (lambda: RegistryConfig(heartbeat_timeout_s=0), "heartbeat_timeout_s is 0"),
+        (lambda: OrchestratorClient("http://x", patience_s=-1), "patience_s is -1"),
     ],
 )
-def test_hubs_and_clients_refuse_values_out_of_range(make, words):
+def test_orchestrators_and_clients_refuse_values_out_of_range(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_a_hub_that_is_not_there_is_waited_for_and_then_said_so():
+def test_an_orchestrator_that_is_not_there_is_waited_for_and_then_said_so():
     began = time.monotonic()
     with pytest.raises(ServerError, match="no server answers at http://127.0.0.1:9"):
-        HubClient("http://127.0.0.1:9", patience=0.2).status()
+        OrchestratorClient("http://127.0.0.1:9", patience_s=0.2).status()
     assert time.monotonic() - began < 10
 
 
 def test_who_has_the_key_is_let_in(stack, gate):
-    hub = Orchestrator(hub_config(gate, api_key="secret"))
-    url = stack.enter_context(hub.running())
+    orchestrator = Orchestrator(orchestrator_config(gate, api_key="secret"))
+    url = stack.enter_context(orchestrator.running())
     without = Sums(service_config(url, "other"))
     other = stack.enter_context(without.running())
     own = Sums(service_config(url, api_key="secret"))
     stack.enter_context(own.running())
-    until(lambda: own.registered)
-    assert HubClient(url, "secret").status()["tasks"].keys() == {"sums"}
+    until(lambda: own.is_registered)
+    assert OrchestratorClient(url, "secret").status()["tasks"].keys() == {"sums"}
 
     def problem():
         with urllib.request.urlopen(f"{other}/health", timeout=10) as answer:
@@ -443,4 +460,4 @@ def test_who_has_the_key_is_let_in(stack, gate):
 
     until(lambda: "API key is missing" in problem())
     with pytest.raises(ServerError, match="API key is missing"):
-        HubClient(url).status()
+        OrchestratorClient(url).status()

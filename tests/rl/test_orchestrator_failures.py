@@ -1,4 +1,4 @@
-"""The hub when environments, services and the gateway fail: who is tried again, who is left alone, who is blamed."""
+"""The orchestrator when environments, services and the gateway fail: who is tried again, who is left alone, who is blamed."""
 
 import collections
 import contextlib
@@ -7,15 +7,17 @@ import time
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
+from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
 from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
 from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, service_config, sessions, told, until
 
 
 def register(fleet, port):
-    """Says to the hub what a process of the service `sums` does that has just begun."""
-    spec = dict(schema=1, name="sums", url=f"http://127.0.0.1:{port}", instance="another")
-    spec |= dict(weight=1.0, size=100, held_out=4, max_inflight=64, rate=None, seconds=60.0)
+    """Says to the orchestrator what a process of the service `sums` does that has just begun."""
+    spec = dict(schema=2, name="sums", url=f"http://127.0.0.1:{port}", instance="another")
+    spec |= dict(
+        weight=1.0, size=100, held_out=4, max_inflight=64, rate=None, rollout_timeout_s=60.0
+    )
     told(fleet.url, "/tasks", spec)
 
 
@@ -38,7 +40,7 @@ def test_an_environment_that_fails_once_is_tried_again(stack, gate):
 
 def test_groups_whose_members_fail_partly_are_repaired_or_come_again(stack, gate):
     """One of four: padded. Two of four in the first try: dropped, and the number comes again in its place."""
-    fleet = Fleet(stack, gate, remote=RemoteConfig(tries=1))
+    fleet = Fleet(stack, gate, dispatcher=DispatcherConfig(max_tries=1))
     fleet.services["sums"].broken = lambda asked: (
         asked.rollout_id.endswith("-1")
         or asked.rollout_id.endswith("-2")
@@ -57,7 +59,7 @@ def test_groups_whose_members_fail_partly_are_repaired_or_come_again(stack, gate
 
 
 def test_a_batch_comes_with_what_was_counted_since_the_one_before(stack, gate):
-    fleet = Fleet(stack, gate, remote=RemoteConfig(tries=1), max_staleness=0)
+    fleet = Fleet(stack, gate, dispatcher=DispatcherConfig(max_tries=1), max_staleness=0)
     own = fleet.services["sums"]
     own.broken = lambda asked: (
         asked.rollout_id.endswith("-1") or asked.rollout_id.endswith(("1-0-2", "1-0-3"))
@@ -91,7 +93,7 @@ def test_a_service_that_fails_is_left_alone_until_it_works_again(stack, gate, mo
     assert told["accepted"] == 0 and told["failures"] >= 4
     words = {"500": "the disk is full", "garbage": "no outcome", "fails": "sandbox is gone"}[mode]
     assert words in told["error"]
-    assert any("service of bad is" in line for line in fleet.client.status()["hindered"])
+    assert any("service of bad is" in line for line in fleet.client.status()["blockers"])
     if mode == "fails":
         # It is tried with one group at a time: at most a few within the second or two that this takes.
         assert len(bad.seen) < 60
@@ -102,8 +104,10 @@ def test_a_service_that_fails_is_left_alone_until_it_works_again(stack, gate, mo
 
 @pytest.mark.parametrize("mode", [slow("hangs"), "deaf"])
 def test_a_service_that_hangs_costs_its_deadline_and_no_more(stack, gate, mode):
-    services = {"bad": {"seconds": 0.3}, "good": {}}
-    fleet = Fleet(stack, gate, services, remote=RemoteConfig(tries=1, slack=0.2)).begin()
+    services = {"bad": {"rollout_timeout_s": 0.3}, "good": {}}
+    fleet = Fleet(
+        stack, gate, services, dispatcher=DispatcherConfig(max_tries=1, response_grace_s=0.2)
+    ).begin()
     bad = fleet.services["bad"]
     bad.mode = mode
     groups = fleet.train(5)
@@ -121,19 +125,19 @@ def test_a_service_that_hangs_costs_its_deadline_and_no_more(stack, gate, mode):
 
 def test_a_service_that_is_not_heard_of_is_waited_for_no_longer(stack, gate):
     """Whatever its connections and its deadline: it does not answer, and sends no heartbeat."""
-    fleet = Fleet(stack, gate, [], registry=RegistryConfig(lost_after=0.5))
-    silent = Sums(service_config("http://127.0.0.1:9", seconds=60.0))
+    fleet = Fleet(stack, gate, [], registry=RegistryConfig(heartbeat_timeout_s=0.5))
+    silent = Sums(service_config("http://127.0.0.1:9", rollout_timeout_s=60.0))
     silent.mode = "deaf"
     stack.enter_context(silent.running())
     fleet.begin()  # before the service is known, which is lost so soon
     register(fleet, silent.port)
     until(lambda: fleet.told()["state"] == "lost" and not fleet.told()["in_flight"], 10)
-    assert fleet.told()["again"] == fleet.told()["drawn"] > 0
+    assert fleet.told()["to_resample"] == fleet.told()["num_drawn"] > 0
 
 
 @pytest.mark.slow
 def test_a_service_that_is_gone_is_lost_and_taken_up_again(stack, gate):
-    registry = RegistryConfig(lost_after=1.5)
+    registry = RegistryConfig(heartbeat_timeout_s=1.5)
     fleet = Fleet(stack, gate, ["good"], registry=registry).begin()
     with contextlib.ExitStack() as own:
         bad = fleet.add("bad", own, pause=0.2)
@@ -143,18 +147,18 @@ def test_a_service_that_is_gone_is_lost_and_taken_up_again(stack, gate):
     until(lambda: fleet.told("bad")["state"] == "lost")
     until(lambda: not fleet.told("bad")["in_flight"])
     numbers = [group.number for group in fleet.train(4) if group.task == "bad"]
-    again = fleet.told("bad")["again"]
-    assert again + fleet.told("bad")["accepted_groups"] == fleet.told("bad")["drawn"]
-    assert any("bad is lost: no heartbeat" in line for line in fleet.client.status()["hindered"])
+    again = fleet.told("bad")["to_resample"]
+    assert again + fleet.told("bad")["accepted_groups"] == fleet.told("bad")["num_drawn"]
+    assert any("bad is lost: no heartbeat" in line for line in fleet.client.status()["blockers"])
     fleet.add("bad", port=bad.port)
     groups = until(lambda: [group for group in fleet.train() if group.task == "bad"])
     assert again == 0 or groups[0].number not in numbers
-    assert fleet.told("bad")["again"] == 0
+    assert fleet.told("bad")["to_resample"] == 0
 
 
 def test_a_service_that_was_started_anew_is_known_to_have_forgotten(stack, gate):
-    """Nothing else tells the hub of a machine that is gone: its connections are as open as before."""
-    fleet = Fleet(stack, gate, registry=RegistryConfig(lost_after=60.0))
+    """Nothing else tells the orchestrator of a machine that is gone: its connections are as open as before."""
+    fleet = Fleet(stack, gate, registry=RegistryConfig(heartbeat_timeout_s=60.0))
     fleet.services["sums"].mode = "hangs"
     fleet.begin()
     until(lambda: len(fleet.services["sums"].seen) == 48)
@@ -174,11 +178,8 @@ def test_a_gateway_that_is_gone_is_told_and_blamed_on_nobody_else(stack, engine,
     until(lambda: fleet.told()["in_flight"] == 0)
     assert fleet.told()["breaker"] == "closed"
     began = time.monotonic()
-    while (taken := fleet.client.take(fleet.step, 0.2)) is not None:
-        fleet.client.trained(fleet.step)
-        fleet.step += 1
-    assert taken is None and time.monotonic() - began < 10
-    assert any(f"the gateway at {gate} fails: no server" in line for line in fleet.client.hindered)
+    assert fleet.client.take(fleet.step, 0.2) is None and time.monotonic() - began < 10
+    assert any(f"the gateway at {gate} fails: no server" in line for line in fleet.client.blockers)
     port = int(gate.rpartition(":")[2])
     with gateway(engine, port=port, **options):
         fleet.client.push(fleet.step)
@@ -197,6 +198,6 @@ def test_without_any_service_a_trainer_is_told_so_in_time(stack, gate):
     began = time.monotonic()
     assert fleet.client.take(0, 0.3) is None
     assert 0.3 <= time.monotonic() - began < 5
-    assert fleet.client.hindered == ("no task service is registered",)
+    assert fleet.client.blockers == ("no task service is registered",)
     fleet.add("sums")
-    assert len(fleet.train()) == 4 and fleet.client.hindered == ()
+    assert len(fleet.train()) == 4 and fleet.client.blockers == ()

@@ -1,8 +1,8 @@
-"""The hub with all parts as processes: more than a thousand rollouts at once.
+"""The orchestrator with all parts as processes: more than a thousand rollouts at once.
 
     python -m tests.rl.test_orchestrator_load '{"delay": 0.05, "batches": 12}'
 
-says how many rollouts a second go through hub, gateway and services of this machine, and what memory they take.
+says how many rollouts a second go through orchestrator, gateway and services of this machine, and what memory they take.
 """
 
 import collections
@@ -15,14 +15,14 @@ import urllib.request
 
 import pytest
 
-from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
 from tests.rl.fleet import process, resident, sessions, until
 
 pytestmark = pytest.mark.slow
 
 
 def tell(url, **body):
-    """POSTs to an engine or a hub."""
+    """POSTs to an engine or an orchestrator."""
     request = urllib.request.Request(url, json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -35,19 +35,31 @@ GROUP, BATCH, BATCHES = 8, 48, 24
 def load(delay, batches, running=160):
     """Batches of three services in front of an engine that takes `delay` seconds for a reply, of which a rollout has two:
     of each batch, seconds, rollouts in flight when it was there, memory of each process, and its groups by task; what
-    the hub tells at the end; and of each process, seconds of CPU."""
+    the orchestrator tells at the end; and of each process, seconds of CPU."""
     with contextlib.ExitStack() as stack:
         engine, _ = stack.enter_context(process("engine", delay=delay))
         gate, gate_child = stack.enter_context(process("gateway", engine=engine))
         buffer = dict(group=GROUP, batch_groups=BATCH, max_staleness=6, max_running=running)
-        hub, hub_child = stack.enter_context(
-            process("hub", gateway=gate, lost_after=30.0, tick=0.1, **buffer)
+        orchestrator, orchestrator_child = stack.enter_context(
+            process(
+                "orchestrator",
+                gateway=gate,
+                heartbeat_timeout_s=30.0,
+                poll_interval_s=0.1,
+                **buffer,
+            )
         )
-        children = {"hub": hub_child, "gateway": gate_child}
+        children = {"orchestrator": orchestrator_child, "gateway": gate_child}
         for name, weight in WEIGHTS.items():
-            options = dict(hub=hub, name=name, weight=weight, max_inflight=1400, seconds=240.0)
+            options = dict(
+                orchestrator=orchestrator,
+                name=name,
+                weight=weight,
+                max_inflight=1400,
+                rollout_timeout_s=240.0,
+            )
             _, children[name] = stack.enter_context(process("service", heartbeat=5.0, **options))
-        client = HubClient(hub)
+        client = OrchestratorClient(orchestrator)
         until(lambda: client.status()["tasks"].keys() == WEIGHTS.keys(), 60)
         client.begin(0, 0)
         found = []
@@ -56,7 +68,7 @@ def load(delay, batches, running=160):
             until(lambda: client.status()["waiting"] >= BATCH, 300)
             most = in_flight(client)
             taken = until(lambda: client.take(step, 60), 300)  # noqa: B023
-            client.trained(step)
+            client.mark_trained(step)
             tell(f"{engine}/version", version=step + 1)
             client.push(step + 1)
             memory = {name: resident(child) for name, child in children.items()}

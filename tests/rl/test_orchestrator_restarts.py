@@ -1,4 +1,4 @@
-"""Hubs and trainers that end and are followed by others: nothing is lost or learnt from twice, and the last trainer alone is
+"""Orchestrators and trainers that end and are followed by others: nothing is lost or learnt from twice, and the last trainer alone is
 believed."""
 
 import contextlib
@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.orchestrator.client import HubClient
-from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
-from glm5_jax.rl.orchestrator.group_buffer import Buffer
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
+from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
+from glm5_jax.rl.orchestrator.group_buffer import GroupBuffer
 from glm5_jax.rl.orchestrator.server import Orchestrator
-from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, hub_config, service_config, until
+from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, orchestrator_config, service_config, until
 
 
-def test_a_hub_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
+def test_an_orchestrator_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
     """With what has come, what was taken and what was under way: nothing is lost or trained on twice, and each task's
     turn comes once."""
     trained, held, port, under_way = [], [], 0, 0
@@ -24,9 +24,9 @@ def test_a_hub_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
     ENGINE.version = step = 0
     with contextlib.ExitStack() as services:
         for life in range(4):
-            hub = Orchestrator(hub_config(gate, journal=str(tmp_path), port=port))
-            with hub.running() as url:
-                port, client = hub.port, client or HubClient(url, patience=10.0)
+            orchestrator = Orchestrator(orchestrator_config(gate, journal=str(tmp_path), port=port))
+            with orchestrator.running() as url:
+                port, client = orchestrator.port, client or OrchestratorClient(url, patience_s=10.0)
                 if life == 0:
                     made = Sums(service_config(url), pause=0.1)
                     services.enter_context(made.running())
@@ -36,14 +36,14 @@ def test_a_hub_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
                     if batch == 0 and life:
                         assert ids(taken) == held
                     if batch < 2:
-                        client.trained(step)
+                        client.mark_trained(step)
                         trained += taken
                         step += 1
                         ENGINE.version = step
                         client.push(step)
                 held, left = ids(taken), client.status()
                 under_way += left["running"]
-            after = Buffer(hub_config(gate).buffer, tmp_path)
+            after = GroupBuffer(orchestrator_config(gate).buffer, tmp_path)
             assert after.step == step and after.running == 0 and after.waiting >= left["waiting"]
     assert under_way > 0
     numbers = [group.number for group in trained]
@@ -58,29 +58,29 @@ def ids(groups):
 
 
 @pytest.mark.slow
-def test_a_hub_without_a_journal_is_told_anew_where_the_trainer_is(gate):
+def test_an_orchestrator_without_a_journal_is_told_anew_where_the_trainer_is(gate):
     with contextlib.ExitStack() as stack:
         fleet = Fleet(stack, gate)
         fleet.begin().train(3)
-        port = fleet.hub.port
+        port = fleet.orchestrator.port
         taken = fleet.client.take(3, 10)
         assert taken
         services = stack.pop_all()
     with services:
         pass
     with contextlib.ExitStack() as stack:
-        hub = Orchestrator(hub_config(gate, port=port))
-        stack.enter_context(hub.running())
+        orchestrator = Orchestrator(orchestrator_config(gate, port=port))
+        stack.enter_context(orchestrator.running())
         stack.enter_context(Sums(service_config(fleet.url)).running())
-        # The batch that the dead hub gave out is learnt from; the next one comes from the new one.
-        fleet.client.trained(3)
+        # The batch that the dead orchestrator gave out is learnt from; the next one comes from the new one.
+        fleet.client.mark_trained(3)
         fleet.step, ENGINE.version = 4, 4
         fleet.client.push(4)
         assert len(fleet.train(2)) == 8
         assert fleet.client.status()["step"] == 6
 
 
-def test_no_hub_has_sessions_of_the_same_names_as_one_that_left_no_journal(gate):
+def test_no_orchestrator_has_sessions_of_the_same_names_as_one_that_left_no_journal(gate):
     """Agents that the dead one began may still chat in theirs."""
     names = []
     for _ in range(2):
@@ -90,9 +90,9 @@ def test_no_hub_has_sessions_of_the_same_names_as_one_that_left_no_journal(gate)
     assert len(names[0]) == 16 and not names[0] & names[1]
 
 
-def test_a_hub_ends_the_sessions_that_those_before_it_left(gate, tmp_path):
+def test_an_orchestrator_ends_the_sessions_that_those_before_it_left(gate, tmp_path):
     """Whose gateway was down, perhaps, when they were killed. Others' are left alone."""
-    options = {"journal": str(tmp_path), "remote": RemoteConfig(sweep_seconds=0.1)}
+    options = {"journal": str(tmp_path), "dispatcher": DispatcherConfig(cleanup_interval_s=0.1)}
     with contextlib.ExitStack() as stack:
         fleet = Fleet(stack, gate, **options).begin()
         life = fleet.train()[0].group_id.partition("-")[0]
@@ -104,7 +104,7 @@ def test_a_hub_ends_the_sessions_that_those_before_it_left(gate, tmp_path):
         until(lambda: theirs not in ask("GET", f"{gate}/sessions")["sessions"])
         fleet.begin()
         assert all(group.group_id.startswith(f"{life}-") for group in fleet.train(4))
-    assert ask("GET", f"{gate}/sessions") == {"sessions": [others]}
+    assert ask("GET", f"{gate}/sessions")["sessions"] == [others]
     ask("DELETE", f"{gate}/sessions/{others}")
 
 
@@ -114,23 +114,23 @@ def test_a_trainer_that_was_replaced_is_believed_no_more(stack, gate, tmp_path, 
     options = {"max_staleness": 0} | ({"journal": str(tmp_path)} if journal else {})
     with contextlib.ExitStack() as life, ThreadPoolExecutor() as threads:
         fleet = Fleet(life, gate, **options).begin()
-        old, port = HubClient(fleet.url), fleet.hub.port
+        old, port = OrchestratorClient(fleet.url), fleet.orchestrator.port
         old.begin(0, 0)
         fleet.begin()
         held = ids(fleet.client.take(0, 20))
         waits = threads.submit(fleet.client.take, 1, 60)
         late = fleet.client
-        fleet.client = HubClient(fleet.url)
+        fleet.client = OrchestratorClient(fleet.url)
         fleet.begin()
         with pytest.raises(ServerError, match="has been replaced: one has begun since with lease"):
             waits.result(20)
 
         def refused():
             for said in (
-                lambda: late.trained(0),
+                lambda: late.mark_trained(0),
                 lambda: late.push(0),
                 lambda: late.take(0, 0.1),
-                lambda: old.trained(0),
+                lambda: old.mark_trained(0),
             ):
                 with pytest.raises(ServerError, match="has been replaced") as caught:
                     said()
@@ -140,7 +140,7 @@ def test_a_trainer_that_was_replaced_is_believed_no_more(stack, gate, tmp_path, 
         assert ids(fleet.train()) == held  # they were not learnt from
         if not journal:
             return
-    with Orchestrator(hub_config(gate, port=port, **options)).running():
+    with Orchestrator(orchestrator_config(gate, port=port, **options)).running():
         refused()
         fleet.client.push(1)
 
@@ -166,7 +166,7 @@ def test_the_gateway_knows_at_once_which_weights_engines_must_have(stack, engine
         assert weights(gate) == (0, None)
         fleet.add("sums")
         assert fleet.client.take(0, 20)
-        fleet.client.trained(0)
+        fleet.client.mark_trained(0)
         ENGINE.version, ENGINE.checksum = 1, "c"
         try:
             fleet.client.push(1, "c")
@@ -183,7 +183,7 @@ def test_a_gateway_that_was_down_is_told_with_the_next_session(stack, engine):
         fleet.train()
         assert fleet.client.take(1, 20)
     ENGINE.version = 0  # it was started anew, too
-    fleet.client.trained(1)
+    fleet.client.mark_trained(1)
     fleet.client.push(2)
     with gateway(engine, port=int(gate.rpartition(":")[2])):
         until(lambda: weights(gate) == (2, None))

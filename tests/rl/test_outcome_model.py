@@ -18,27 +18,27 @@ from glm5_jax.envs.hybrid_reward import GeneralConfig, HybridReward
 from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import make_mesh
-from glm5_jax.rl.config import policy_alone
+from glm5_jax.rl.config import policy_step_config
 from glm5_jax.rl.reward_model import outcome_model
 from glm5_jax.rl.reward_model.outcome_model import (
     HEAD,
     SCORER,
-    Asked,
+    BatchedScorer,
     OutcomeModel,
-    scale_of,
-    score_all,
+    mean_and_std,
+    score_sequences,
 )
 from glm5_jax.rl.reward_model.outcome_training import (
-    OutcomeTraining,
+    OutcomeTrainer,
     Pair,
-    Pairs,
-    adam,
-    bradley_terry,
+    PairSource,
+    bradley_terry_loss,
     make_outcome_step,
-    margins_of,
-    rendered,
+    pair_margins,
+    render_pairs,
+    reward_model_optimizer_config,
 )
-from glm5_jax.rl.types import Attempt, Task, Unreadable
+from glm5_jax.rl.types import Attempt, Task, UnreadableReply
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import groups_of
@@ -51,15 +51,15 @@ CONFIG = reward_model.SyntheticPairsConfig(
     name="reward",
     model=one_layer(vocab_size=2048, max_position_embeddings=256),
     requires_checkpoint=False,
-    optimizer=dataclasses.replace(adam(), frozen=("^mtp/", "^lm_head/")),
+    optimizer=dataclasses.replace(reward_model_optimizer_config(), frozen=("^mtp/", "^lm_head/")),
     schedule=ScheduleConfig(kind="constant", peak=2e-2, end=0.0, warmup_steps=0, total_steps=4),
-    step=dataclasses.replace(policy_alone(), remat="none"),
+    step=dataclasses.replace(policy_step_config(), remat="none"),
     train=TrainConfig(eval_interval=2, save_interval=2),
     pairs=8,
     length=128,
     rows=8,
     held_out_fraction=0.2,
-    examined=32,
+    max_eval_pairs=32,
     num_synthetic=60,
 )
 PAIRS = [Pair([1, 2, 3], [1, 2, 4, 5]), Pair([7, 8], [9]), Pair([1] * 6, [2] * 5)]
@@ -79,11 +79,11 @@ def shared(cfg, step, optimizer, schedule, mesh, pairs):
 
 def stage(config, workdir, pairs=None):
     pairs = config.preferences() if pairs is None else pairs
-    return OutcomeTraining(config, workdir, pairs, step_maker=shared)
+    return OutcomeTrainer(config, workdir, pairs, step_maker=shared)
 
 
 def weights(workdir):
-    found = store.load_params(workdir, outcome_model.abstract(CONFIG.model))
+    found = store.load_params(workdir, outcome_model.abstract_params(CONFIG.model))
     return jax.device_get(found)
 
 
@@ -114,7 +114,7 @@ def test_the_loss_of_pairs_wherever_they_stand():
     chosen, rejected = [(0, 1), (2, 4), (1, 0)], [(2, 2), (0, 0), (1, 3)]
     for number, (better, worse) in enumerate(zip(chosen, rejected), 1):
         pair[better], pair[worse] = number, -number
-    found, slopes = jax.value_and_grad(lambda x: bradley_terry(margins_of(x, pair, 3)))(
+    found, slopes = jax.value_and_grad(lambda x: bradley_terry_loss(pair_margins(x, pair, 3)))(
         jnp.asarray(scores, jnp.float32)
     )
     value, up, down = oracle.loss(*([scores[at] for at in side] for side in (chosen, rejected)))
@@ -127,7 +127,7 @@ def test_the_loss_of_pairs_wherever_they_stand():
 
 
 def test_a_margin_of_any_size_has_a_finite_loss():
-    value, slopes = jax.value_and_grad(bradley_terry)(jnp.array([300.0, -300.0]))
+    value, slopes = jax.value_and_grad(bradley_terry_loss)(jnp.array([300.0, -300.0]))
     assert float(value) == 150 and slopes.tolist() == [0, -0.5]
 
 
@@ -146,7 +146,7 @@ def hidden(params, ids):
 
 def test_a_step_learns_what_the_oracle_says():
     """The loss of packed rows is that of each chat by itself, and its gradient reaches the head."""
-    source = Pairs(PAIRS, dataclasses.replace(CONFIG, pairs=3, length=16, seed=1))
+    source = PairSource(PAIRS, dataclasses.replace(CONFIG, pairs=3, length=16, seed=1))
     batch, params = source.next(2), drawn_params()
     step = make_outcome_step(
         CONFIG.model, CONFIG.step, CONFIG.optimizer, lambda step: 1e-2, pairs=3
@@ -173,10 +173,10 @@ def test_a_step_learns_what_the_oracle_says():
 
 def test_scores_do_not_depend_on_what_they_are_packed_with():
     params = drawn_params()
-    score, traced = outcome_model.token_scores(CONFIG.model), []
+    score, traced = outcome_model.make_token_scorer(CONFIG.model), []
     run = jax.jit(lambda *args: traced.append(args) or score(*args))
     sequences = [[1 + i % 9, *range(2, 3 + i % 5)] for i in range(40)]
-    found = score_all(run, params, sequences, 16, 2)
+    found = score_sequences(run, params, sequences, 16, 2)
     alone = [oracle.score(hidden(params, ids), params[HEAD]["weight"]) for ids in sequences]
     np.testing.assert_allclose(found, alone, atol=1e-4)
     assert len(traced) == 1
@@ -194,20 +194,20 @@ def pairs_of(batch):
 
 def test_pairs_come_in_epochs_and_go_on_where_they_were():
     config = dataclasses.replace(CONFIG, pairs=2, length=8)
-    source = Pairs(PAIRS, config)
+    source = PairSource(PAIRS, config)
     seen = [pair for _ in range(12) for pair in pairs_of(source.next(4))]
     epochs = [seen[i : i + 3] for i in range(0, 24, 3)]
     assert all(sorted(epoch) == sorted(PAIRS) for epoch in epochs)
     assert any(epoch != epochs[0] for epoch in epochs)
     source.next(4)
     state = json.loads(json.dumps(source.state()))
-    other = Pairs(PAIRS, config)
+    other = PairSource(PAIRS, config)
     other.restore(state)
     a, b = source.next(4), other.next(4)
     assert all(np.array_equal(a[name], b[name]) for name in a)
     assert np.sort(a["pair"][a["pair"] != 0]).tolist() == [-2, -1, 1, 2]
     with pytest.raises(ValueError, match="the run was on other pairs"):
-        Pairs(PAIRS[:2], config).check(state)
+        PairSource(PAIRS[:2], config).check(state)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_the_backbone_is_there_for_others(trained):
 
 def two_steps(params, frozen):
     """(weights before, weights after, metrics of the second step)"""
-    batch = Pairs(PAIRS, dataclasses.replace(CONFIG, pairs=3, length=16)).next(2)
+    batch = PairSource(PAIRS, dataclasses.replace(CONFIG, pairs=3, length=16)).next(2)
     optimizer = dataclasses.replace(CONFIG.optimizer, frozen=frozen)
     step = make_outcome_step(CONFIG.model, CONFIG.step, optimizer, lambda step: 1e-2, pairs=3)
     state = step.initialise(jax.random.key(0), params)
@@ -293,7 +293,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 def attempts(config=CONFIG):
     """Each chosen reply, then the rejected one."""
     return [
-        (Task(f"{i}", "general", one.messages), Attempt((reply,)))
+        (Task(id=f"{i}", kind="general", messages=one.messages), Attempt(messages=(reply,)))
         for i, one in enumerate(config.preferences())
         for reply in (one.chosen, one.rejected)
     ]
@@ -302,13 +302,13 @@ def attempts(config=CONFIG):
 def test_a_trained_model_scores_as_it_did_in_training(trained):
     model, params = OutcomeModel.load(trained, rows=2), weights(trained)
     asked = attempts()[:6]
-    ids = [model.read(*one) for one in asked]
+    ids = [model.encode(*one) for one in asked]
     want = [oracle.score(hidden(params, own), params[HEAD]["weight"]) for own in ids]
     np.testing.assert_allclose(model.score(asked), want, atol=1e-5)
-    learnt, _ = rendered(CONFIG.preferences(), Tokenizer.load(trained / "tokenizer"), CONFIG)
-    found = model.score_ids([ids for pair in learnt[: CONFIG.examined] for ids in pair])
+    learnt, _ = render_pairs(CONFIG.preferences(), Tokenizer.load(trained / "tokenizer"), CONFIG)
+    found = model.score_ids([ids for pair in learnt[: CONFIG.max_eval_pairs] for ids in pair])
     assert (model.mean, model.std) == pytest.approx((np.mean(found), np.std(found)), rel=1e-3)
-    assert scale_of([1.0, 3.0]) == (2.0, 1.0)
+    assert mean_and_std([1.0, 3.0]) == (2.0, 1.0)
 
 
 @pytest.mark.slow
@@ -325,10 +325,10 @@ def test_reasoning_is_not_judged(trained):
     model = OutcomeModel.load(trained)
     task = attempts()[0][0]
     said = {"role": "assistant", "content": "Yes."}
-    plain = model.read(task, Attempt((said,)))
+    plain = model.encode(task, Attempt(messages=(said,)))
     for more in ({"reasoning_content": "Hm."}, {"content": "<think>Hm.</think>Yes."}):
-        assert model.read(task, Attempt(({**said, **more},))) == plain
-    assert model.read(task, Attempt(({**said, "content": "No."},))) != plain
+        assert model.encode(task, Attempt(messages=({**said, **more},))) == plain
+    assert model.encode(task, Attempt(messages=({**said, "content": "No."},))) != plain
 
 
 def test_what_is_asked_together_is_scored_together(trained):
@@ -336,7 +336,7 @@ def test_what_is_asked_together_is_scored_together(trained):
     asked, compute = attempts()[:10], model.score_ids
     want = model.score(asked)
     model.score_ids = lambda ids: sizes.append(len(ids)) or compute(ids)
-    outcome = Asked(model, at_once=4)
+    outcome = BatchedScorer(model, batch_size=4)
 
     async def all_of_them():
         return await asyncio.gather(*(outcome(*one) for one in asked))
@@ -358,31 +358,34 @@ def test_what_is_asked_together_is_scored_together(trained):
 def test_who_asks_is_told_what_went_wrong(trained):
     model, let_go = OutcomeModel.load(trained), threading.Event()
     good, (task, _) = attempts()[0], attempts()[1]
-    long = task, Attempt(({"role": "assistant", "content": "word " * 200},))
-    unanswered = task, Attempt(())
+    long = task, Attempt(messages=({"role": "assistant", "content": "word " * 200},))
+    unanswered = task, Attempt(messages=())
 
     async def together(outcome, *asked):
         return await asyncio.gather(*(outcome(*one) for one in asked), return_exceptions=True)
 
-    found = asyncio.run(together(Asked(model), good, long, unanswered))
+    found = asyncio.run(together(BatchedScorer(model), good, long, unanswered))
     assert isinstance(found[0], float)
     assert "tokens, a row 128; raise length" in str(found[1])
     assert "only a chat that ends with an assistant's message" in str(found[2])
-    assert isinstance(found[1], Unreadable) and isinstance(found[2], Unreadable)
-    endless = Task("t", "general", ({"role": "user", "content": "word " * 200},)), good[1]
-    [error] = asyncio.run(together(Asked(model), endless))
-    assert isinstance(error, ValueError) and not isinstance(error, Unreadable)
+    assert isinstance(found[1], UnreadableReply) and isinstance(found[2], UnreadableReply)
+    endless = (
+        Task(id="t", kind="general", messages=({"role": "user", "content": "word " * 200},)),
+        good[1],
+    )
+    [error] = asyncio.run(together(BatchedScorer(model), endless))
+    assert isinstance(error, ValueError) and not isinstance(error, UnreadableReply)
 
     def broken(ids):
         raise RuntimeError("no memory")
 
     model.score_ids = broken
-    assert "no memory" in str(asyncio.run(together(Asked(model), good))[0])
+    assert "no memory" in str(asyncio.run(together(BatchedScorer(model), good))[0])
     model.score_ids = lambda ids: let_go.wait(30) and []
 
     async def impatient():
         try:
-            return await together(Asked(model, seconds=0.05), good)
+            return await together(BatchedScorer(model, timeout_s=0.05), good)
         finally:
             let_go.set()
 
@@ -415,8 +418,8 @@ def test_what_cannot_run_is_refused_before_it_starts(tmp_path, monkeypatch):
     cases = [
         (CONFIG, [*pairs[:2], alike], "pair 3: both replies read alike"),
         (dataclasses.replace(CONFIG, length=8), pairs, "pair 1: a chat has .* tokens, a row 8"),
-        (CONFIG, [], "of 0 pairs none is there to learn from"),
-        (dataclasses.replace(CONFIG, held_out_fraction=1e-9), pairs, "none is there to be judged"),
+        (CONFIG, [], "of 0 pairs none is left for training"),
+        (dataclasses.replace(CONFIG, held_out_fraction=1e-9), pairs, "none is left for evaluation"),
         (
             dataclasses.replace(CONFIG, requires_checkpoint=True),
             pairs,
@@ -437,13 +440,13 @@ def test_what_cannot_run_is_refused_before_it_starts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("variant", ["tiny", "small"])
 def test_of_a_model_the_new_head_learns_and_the_old_one_rests(variant):
     config = reward_model.get_config(variant)
-    groups = groups_of(config.optimizer, outcome_model.letters(config.model))
+    groups = groups_of(config.optimizer, outcome_model.axis_letters(config.model))
     assert groups[HEAD]["weight"] == groups["embed"]["weight"] == "adamw"
     assert groups["lm_head"]["weight"] == "frozen"
 
 
 def test_what_cannot_be_loaded_is_refused(trained, tmp_path):
-    with pytest.raises(ValueError, match="no reward model that is trained to its end"):
+    with pytest.raises(ValueError, match="no reward model of a finished run"):
         OutcomeModel.load(tmp_path)
     fields = json.loads((trained / SCORER).read_text())
     for name in ("config.json", "tokenizer", "checkpoints"):
@@ -452,11 +455,11 @@ def test_what_cannot_be_loaded_is_refused(trained, tmp_path):
     with pytest.raises(ValueError, match="is of step 2, the newest checkpoint of 4"):
         OutcomeModel.load(tmp_path)
     (tmp_path / SCORER).write_text(json.dumps({**fields, "std": 0.0}))
-    with pytest.raises(ValueError, match="std is 0.0; scores that are all alike"):
+    with pytest.raises(ValueError, match="std is 0.0; the scores are all equal"):
         OutcomeModel.load(tmp_path)
-    for numbers in ({"seconds": 0}, {"at_once": 0}):
+    for numbers in ({"timeout_s": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match="make both positive"):
-            Asked(OutcomeModel.load(trained), **numbers)
+            BatchedScorer(OutcomeModel.load(trained), **numbers)
 
 
 @pytest.mark.slow
@@ -469,7 +472,7 @@ def test_held_out_pairs_are_ranked_right_unless_labels_are_chance(shuffled, tmp_
         train=TrainConfig(eval_interval=0),
         pairs=16,
         num_synthetic=400,
-        examined=100,
+        max_eval_pairs=100,
     )
     pairs, lots = config.preferences(), np.random.default_rng(0)
     if shuffled:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from glm5_jax.rl.orchestrator.task_registry import Registry
+from glm5_jax.rl.orchestrator.task_registry import TaskRegistry
 from glm5_jax.rl.orchestrator.task_service import ServiceConfig
 from glm5_jax.runtime.http_server import ApiError
 
-SPEC = dict(schema=1, name="t", url="http://10.0.0.1:8", weight=1.0, size=9, held_out=0)
-SPEC |= dict(max_inflight=8, seconds=5.0)
+SPEC = dict(schema=2, name="t", url="http://10.0.0.1:8", weight=1.0, size=9, held_out=0)
+SPEC |= dict(max_inflight=8, rollout_timeout_s=5.0)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ SPEC |= dict(max_inflight=8, seconds=5.0)
     ],
 )
 def test_rejects_spec_that_is_out_of_bounds(field, value):
-    registry = Registry(4)
+    registry = TaskRegistry(4)
     with pytest.raises(ApiError) as raised:
         registry.register(SPEC | {field: value}, 0.0)
     assert raised.value.param == field and field in str(raised.value)
@@ -45,7 +45,7 @@ def test_service_rejects_the_same_at_its_start(field, value):
 
 
 def test_reports_no_token():
-    registry = Registry(4)
+    registry = TaskRegistry(4)
     registry.register(SPEC | {"token": "secret-token"}, 0.0)
     assert registry.services["t"].spec.token == "secret-token"
-    assert "secret-token" not in str(registry.told({}, 0.0))
+    assert "secret-token" not in str(registry.status({}, 0.0))

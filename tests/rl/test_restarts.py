@@ -10,16 +10,17 @@ from flax import nnx
 
 from glm5_jax.checkpoint import models
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
 from glm5_jax.rl.rollouts.router import RouterConfig
 from glm5_jax.rl.weights.pusher import SyncConfig
-from glm5_jax.rl.weights.weight_sync import Network
+from glm5_jax.rl.weights.weight_sync import NetworkPusher
 from tests.rl import fleet
 from tests.rl.test_gateway import CFG, QUESTION, TOKENIZER, gateway, records, run
 
 OPTIONS = dict(page_size=64, max_num_seqs=2, prefill_chunk=64, max_length=128)
-SYNC = SyncConfig(seconds=20.0, load_seconds=60.0, look_seconds=2.0)
+SYNC = SyncConfig(timeout_s=20.0, load_timeout_s=60.0, state_timeout_s=2.0)
 # Each of two engines gets every other session.
 EVENLY = dict(router=RouterConfig(points=1), max_tokens=8)
 
@@ -38,7 +39,9 @@ def start():
 @contextlib.contextmanager
 def engine(params, port=0, version=0, takes=True):
     """takes: whether it takes weights."""
-    made = Engine(glm5.Glm5(CFG, params=params), TOKENIZER, version=version, **OPTIONS)
+    made = Engine(
+        glm5.Glm5(CFG, params=params), TOKENIZER, EngineConfig(**OPTIONS), version=version
+    )
     loader = models.make_weight_loader(glm5.Glm5(CFG, params=params)) if takes else None
     with Server(made, TOKENIZER, ServerConfig(port=port, model="tiny"), loader).running() as url:
         yield url
@@ -101,10 +104,13 @@ def test_an_engine_that_was_started_anew_is_back_once_it_has_the_weights(start, 
     """Whatever version it thinks that its own are of."""
     with engine(start) as kept, contextlib.ExitStack() as stack:
         lost = stack.enter_context(engine(start))
-        pusher = Network(CFG, [lost, kept], SYNC)
+        pusher = NetworkPusher(CFG, [lost, kept], SYNC)
         with gateway([lost, kept], **EVENLY) as url:
             pushed = pusher.push(trained, 5)
-            assert pushed.lost == () and want(url, 1, 5, pushed.shown) == {lost, kept}
+            assert pushed.failed_engines == () and want(url, 1, 5, pushed.engine_checksum) == {
+                lost,
+                kept,
+            }
             assert pusher.refresh(trained, 5) is None
             stack.close()
             # Nobody is asked anything meanwhile, so that nobody sees it go.
@@ -116,8 +122,8 @@ def test_an_engine_that_was_started_anew_is_back_once_it_has_the_weights(start, 
                 assert there(url) == {kept}
                 rests()
                 assert there(url) == {kept}
-                [told] = pusher.refresh(trained, 5).engines
-                assert (told.engine, told.how, told.error) == (lost, "whole", None)
+                [told] = pusher.refresh(trained, 5).acks
+                assert (told.engine, told.mode, told.error) == (lost, "full", None)
                 fleet.until(lambda: there(url) == {lost, kept})
                 assert pusher.refresh(trained, 5) is None
 
@@ -125,34 +131,34 @@ def test_an_engine_that_was_started_anew_is_back_once_it_has_the_weights(start, 
 def test_without_an_engine_that_has_the_weights_nothing_is_kept(start, trained):
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(engine(start))
-        pusher = Network(CFG, [one], dataclasses.replace(SYNC, delta=True))
+        pusher = NetworkPusher(CFG, [one], dataclasses.replace(SYNC, delta=True))
         with gateway([one], **EVENLY) as url:
-            want(url, 1, 5, pusher.push(trained, 5).shown)
+            want(url, 1, 5, pusher.push(trained, 5).engine_checksum)
             stack.close()
             with engine(start, port_of(one), 5):
                 status, told = chat(url)
                 assert status == 502, told
                 assert "no engine that has the weights of version 5" in told["error"]["message"]
                 assert run(lambda r: r("GET", f"{url}/sessions/s"))[1]["turns"] == 0
-                assert pusher.refresh(trained, 5).engines[0].how == "whole"
+                assert pusher.refresh(trained, 5).acks[0].mode == "full"
                 fleet.until(lambda: there(url) == {one})
                 assert chat(url)[0] == 200 and sampled_by(url) == {5}
                 # What is pushed next goes to it as to any other.
                 moved = jax.tree.map(lambda x: x * 1.5, trained)
-                [told] = (pushed := pusher.push(moved, 6)).engines
-                assert told.how == "changes" and want(url, 1, 6, pushed.shown) == {one}
+                [told] = (pushed := pusher.push(moved, 6)).acks
+                assert told.mode == "delta" and want(url, 1, 6, pushed.engine_checksum) == {one}
 
 
 def test_an_engine_that_a_push_has_not_reached_is_lost_at_once(start, trained):
     with engine(start) as reached, engine(start, takes=False) as other:
-        pusher = Network(CFG, [reached, other], SYNC)
+        pusher = NetworkPusher(CFG, [reached, other], SYNC)
         with gateway([reached, other], **EVENLY) as url:
             assert want(url, 1, 0) == {reached, other}
             pushed = pusher.push(trained, 1)
-            assert pushed.lost == (other,)
+            assert pushed.failed_engines == (other,)
             # It is what is wanted that counts, not what has been pushed.
             assert there(url) == {reached, other}
-            assert want(url, 1, 1, pushed.shown) == {reached}
+            assert want(url, 1, 1, pushed.engine_checksum) == {reached}
 
 
 # -- what is wanted, of engines that answer at random ----------------------------------------------------------

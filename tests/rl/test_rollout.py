@@ -11,15 +11,15 @@ import pytest
 from flax import nnx
 
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.request import Completion
+from glm5_jax.inference.request import Completion, EngineConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.algorithm.batch import lay_out
+from glm5_jax.rl.algorithm.batch import pack_records
 from glm5_jax.rl.rollouts.rollout import RolloutConfig, Rollouts, ToolError, check_task
 from glm5_jax.rl.types import Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.gradients import score_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.default()
@@ -37,7 +37,10 @@ ADD = {
     },
 }
 ASKED = ({"role": "user", "content": "2+3?"},)
-PLAIN, WITH_TOOL = Task("t", "math", ASKED), Task("t", "tir", ASKED, tools=(ADD,))
+PLAIN, WITH_TOOL = (
+    Task(id="t", kind="math", messages=ASKED),
+    Task(id="t", kind="tir", messages=ASKED, tools=(ADD,)),
+)
 
 
 @functools.cache
@@ -47,7 +50,9 @@ def model():
 
 def engine():
     return Engine(
-        model(), TOKENIZER, max_num_seqs=4, max_length=64, page_size=8, prefill_chunk=64, seed=1
+        model(),
+        TOKENIZER,
+        EngineConfig(max_num_seqs=4, max_length=64, page_size=8, prefill_chunk=64, seed=1),
     )
 
 
@@ -57,14 +62,14 @@ def rollouts(made=None, temperature=1.3, tools=None, **options):
 
 
 def test_what_is_recorded_is_what_the_learner_computes():
-    tasks = [PLAIN, Task("u", "math", ({"role": "user", "content": "Why?"},))]
+    tasks = [PLAIN, Task(id="u", kind="math", messages=({"role": "user", "content": "Why?"},))]
     groups = rollouts().sample(tasks, seed=7, name="5-")
     assert [group.task for group in groups] == tasks
     records = [record for group in groups for record in group.records]
     assert [record.rollout_id for record in records] == [
         f"5-{i}-{j}" for i in (0, 1) for j in range(3)
     ]
-    batch, _ = lay_out(records, 64, 1, ("token_ids", "loss_mask", "rollout_logp"))
+    batch, _ = pack_records(records, 64, 1, ("token_ids", "loss_mask", "rollout_logp"))
     score = score_function(CFG, StepConfig(mtp_steps=0), temperature=1.3)
     logp = np.asarray(jax.jit(score)(glm5.params_of(model()), batch))
     trained = batch["loss_mask"] == 1
@@ -79,7 +84,7 @@ def test_what_is_recorded_is_what_the_learner_computes():
             cut = record.token_ids[-1] not in ENDS.values()
             assert attempt.finish_reason == ("length" if cut else "stop")
             assert record.status == ("truncated" if cut else "completed")
-            assert attempt.sampled == count
+            assert attempt.num_sampled_tokens == count
         assert len({tuple(record.token_ids) for record in group.records}) == 3
 
 
@@ -150,7 +155,7 @@ def test_tools_answer_between_replies():
         [*ASKED, *first.messages], TOKENIZER, tools=[ADD], clear_thinking=False, close=True
     )
     assert text == whole.text and record.token_ids.tolist() == whole.ids
-    assert first.sampled == record.loss_mask.sum()
+    assert first.num_sampled_tokens == record.loss_mask.sum()
     # Learnt is what a sample of SFT would teach of the same chat, each token once.
     assert record.loss_mask.tolist() == whole.loss_mask
     start, end = np.flatnonzero(np.diff(record.loss_mask))[1:] + 1
@@ -206,7 +211,7 @@ def test_what_ends_an_attempt():
         ),
         (
             [said(f"A.</think>{call(1, 1)}", "<|observation|>")],
-            {"tools": hangs, "tool_seconds": 0.05},
+            {"tools": hangs, "tool_timeout_s": 0.05},
             "failed",
             "TimeoutError",
         ),
@@ -240,7 +245,7 @@ def test_tasks_that_cannot_be_attempted_are_refused():
     config = RolloutConfig()
     with pytest.raises(ValueError, match="task 't' offers tools, and nobody answers"):
         check_task(WITH_TOOL, TOKENIZER, config, 64, None)
-    long = Task("long", "math", ({"role": "user", "content": "word " * 200},))
+    long = Task(id="long", kind="math", messages=({"role": "user", "content": "word " * 200},))
     with pytest.raises(ValueError, match="task 'long' has a prompt of .* tokens; at most 63"):
         check_task(long, TOKENIZER, config, 64, None)
     check_task(PLAIN, TOKENIZER, config, 64, None)

@@ -14,9 +14,10 @@ from experiments import rl_agentic
 from experiments.rl_reasoning import TaskWeight
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.orchestrator.client import HubClient
-from glm5_jax.rl.orchestrator.program import PlaceConfig
-from glm5_jax.rl.orchestrator.run_key import KEY_FILE, ensure_key_file
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
+from glm5_jax.rl.programs import servers
+from glm5_jax.rl.programs.program import ProgramConfig
+from glm5_jax.rl.programs.run_key import KEY_FILE, ensure_key_file
 from glm5_jax.runtime.http_server import ListenConfig, read_key
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import Engine, told
@@ -24,19 +25,17 @@ from tests.rl.fleet import Engine, told
 DAY_MS = 24 * 3600 * 1000
 
 
-def program(role, workdir, monkeypatch, **place):
+def program(role, workdir, monkeypatch, **fields):
     """A program of the tiny run, at any free port."""
-    monkeypatch.setattr(
-        rl_agentic, "load_checkpoint_tokenizer", lambda config: Tokenizer.load("bytes")
-    )
-    base = PlaceConfig()
+    monkeypatch.setattr(servers, "load_tokenizer", lambda config: Tokenizer.load("bytes"))
+    base = ProgramConfig()
     listen = dataclasses.replace(base.listen, port=0, grace_s=1.0)
-    options = dict(role=role, listen=listen, gateway="http://127.0.0.1:1") | place
-    place = dataclasses.replace(base, **options)
+    options = dict(role=role, listen=listen, gateway="http://127.0.0.1:1") | fields
+    program_config = dataclasses.replace(base, **options)
     tasks = (TaskWeight(TaskConfig(kind="products", size=20)),)
-    more = dict(checkpoint="nowhere", place=place, length=4096, tasks=tasks)
+    more = dict(checkpoint="nowhere", program=program_config, length=4096, tasks=tasks)
     config = dataclasses.replace(rl_agentic.tiny(), **more)
-    return rl_agentic.PROGRAMS[role](config, workdir)
+    return servers.SERVERS[role](config, workdir)
 
 
 def status_of(call, *arguments):
@@ -75,19 +74,23 @@ def test_rejects_key_file_that_others_may_use(tmp_path, mode):
 
 def test_requires_key_of_run_from_everyone(tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
-        hub = stack.enter_context(program("hub", tmp_path, monkeypatch).running())
+        orchestrator = stack.enter_context(program("orchestrator", tmp_path, monkeypatch).running())
         key = read_key(tmp_path / KEY_FILE)
         engine = Engine(ListenConfig(port=0, api_key=key))
         engine_url = stack.enter_context(engine.running())
         made = program("gateway", tmp_path, monkeypatch, engines=engine_url)
         gateway = stack.enter_context(made.running())
-        for url, path in ((hub, "/trainer/begin"), (hub, "/tasks"), (gateway, "/weights")):
+        for url, path in (
+            (orchestrator, "/trainer/begin"),
+            (orchestrator, "/tasks"),
+            (gateway, "/weights"),
+        ):
             assert status_of(Client(url).open, path, b"{}") == 401
             assert status_of(Client(url, "guessed").open, path, b"{}") == 401
         assert status_of(Client(gateway).open, "/sessions") == 401
-        Client(hub).open("/health").close()  # launchers look at it without a key
+        Client(orchestrator).open("/health").close()  # launchers look at it without a key
         # The trainer's client and the gateway's requests to engines carry it.
-        client = HubClient(hub, key, patience=0.0)
+        client = OrchestratorClient(orchestrator, key, patience_s=0.0)
         assert client.status()["tasks"] == {}
         own = Client(gateway, key)
         name = json.load(own.open("/sessions", b"{}"))["id"]
@@ -97,19 +100,21 @@ def test_requires_key_of_run_from_everyone(tmp_path, monkeypatch):
 
 
 def test_registers_service_by_key_of_run(tmp_path, monkeypatch):
-    with program("hub", tmp_path, monkeypatch).running() as hub:
-        service = program("task", tmp_path, monkeypatch, hub=hub, url="http://127.0.0.1:0")
+    with program("orchestrator", tmp_path, monkeypatch).running() as orchestrator:
+        service = program(
+            "task", tmp_path, monkeypatch, orchestrator=orchestrator, url="http://127.0.0.1:0"
+        )
         with service.running() as url:
             end = time.monotonic() + 10
-            while not service.registered and time.monotonic() < end:
+            while not service.is_registered and time.monotonic() < end:
                 time.sleep(0.01)
-            tasks = HubClient(hub, service.api_key).status()["tasks"]
+            tasks = OrchestratorClient(orchestrator, service.api_key).status()["tasks"]
             assert [own["url"] for own in tasks.values()] == [url]
             assert status_of(told, url, "/cancel", {"rollout_id": "x"}) == 401
 
 
 def test_rejects_listening_everywhere_without_key():
-    listen = PlaceConfig().listen
+    listen = ProgramConfig().listen
     assert dataclasses.replace(listen, host="0.0.0.0").api_key_file == KEY_FILE
     with pytest.raises(ValueError, match="there is no API key"):
         dataclasses.replace(listen, host="0.0.0.0", api_key_file=None)
@@ -143,7 +148,7 @@ def test_rejects_lease_that_no_orchestrator_gave(tmp_path, monkeypatch, ahead_ms
 
 @pytest.mark.parametrize("field", ["step", "version"])
 def test_rejects_step_that_no_trainer_reaches(tmp_path, monkeypatch, field):
-    with program("hub", tmp_path, monkeypatch).running() as hub:
-        own = Client(hub, read_key(tmp_path / KEY_FILE))
+    with program("orchestrator", tmp_path, monkeypatch).running() as orchestrator:
+        own = Client(orchestrator, read_key(tmp_path / KEY_FILE))
         body = {"step": 5, "version": 5} | {field: 10**15}
         assert status_of(own.open, "/trainer/begin", json.dumps(body).encode()) == 400

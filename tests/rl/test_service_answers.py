@@ -6,7 +6,12 @@ import json
 import pytest
 from aiohttp import web
 
-from glm5_jax.rl.orchestrator.task_service import MAX_DEPTH, MAX_NAME, MAX_NAMES, outcome
+from glm5_jax.rl.orchestrator.task_service import (
+    MAX_DEPTH,
+    MAX_NAME_LENGTH,
+    MAX_NAMES,
+    outcome_from_json,
+)
 from glm5_jax.rl.types import MAX_REWARD, Reward
 from tests.rl.fleet import SOON, Fleet, Sums, gateway, service_config, until
 
@@ -21,10 +26,12 @@ def nested(depth):
 
 
 def test_reads_outcome_within_limits():
-    read = outcome(GOOD | {"reward": {"value": -MAX_REWARD}, "metrics": {"tokens": 10**9}})
+    read = outcome_from_json(
+        GOOD | {"reward": {"value": -MAX_REWARD}, "metrics": {"tokens": 10**9}}
+    )
     assert read.reward.value == -MAX_REWARD and read.metrics == {"tokens": 10**9}
     deep = {"role": "user", "content": nested(MAX_DEPTH - 10)}
-    assert outcome(GOOD | {"messages": [deep]}).messages == (deep,)
+    assert outcome_from_json(GOOD | {"messages": [deep]}).messages == (deep,)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +54,13 @@ def test_reads_outcome_within_limits():
         {"messages": None},
         {"reward": None},
         {"metrics": {f"m{i}": 1 for i in range(MAX_NAMES + 1)}},
-        {"metrics": {"m" * (MAX_NAME + 1): 1}},
+        {"metrics": {"m" * (MAX_NAME_LENGTH + 1): 1}},
         {"reward": {"value": 1.0, "parts": {f"p{i}": 1 for i in range(MAX_NAMES + 1)}}},
     ],
 )
 def test_rejects_outcome_that_cannot_be_kept(change):
     with pytest.raises(ValueError, match="no outcome of a rollout") as raised:
-        outcome(GOOD | change)
+        outcome_from_json(GOOD | change)
     assert len(str(raised.value)) < 2000
 
 
@@ -66,7 +73,7 @@ def test_rejects_reward_that_float32_cannot_square():
 @pytest.fixture(scope="module")
 def gate(engine):
     """A gateway that waits for its engine, as other answers than those of services are not in question."""
-    with gateway(engine, probe_seconds=5.0) as url:
+    with gateway(engine, probe_interval_s=5.0) as url:
         yield url
 
 
@@ -98,16 +105,16 @@ BODIES = {
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_blames_service_for_its_answer_alone(stack, gate, kind):
-    remote = dataclasses.replace(SOON["remote"], tries=1, max_answer_bytes=2**21)
-    fleet = Fleet(stack, gate, ("good",), remote=remote)
+    dispatcher = dataclasses.replace(SOON["dispatcher"], max_tries=1, max_response_bytes=2**21)
+    fleet = Fleet(stack, gate, ("good",), dispatcher=dispatcher)
     bad = Hostile(service_config(fleet.url, "bad"))
     bad.body = BODIES[kind]
     stack.enter_context(bad.running())
-    until(lambda: bad.registered)
+    until(lambda: bad.is_registered)
     fleet.begin()
     assert {group.task for group in fleet.train(2)} == {"good"}
     state = until(lambda: fleet.told("bad")["breaker"] != "closed" and fleet.told("bad"))
     # A breaker of 4 failures: after that one group at a time, each after a pause.
     assert state["failures"] >= 4 and state["accepted"] == 0 and state["cancelled_groups"] == 0
     assert fleet.told("good")["failures"] == 0
-    assert any("service of bad is" in line for line in fleet.client.status()["hindered"])
+    assert any("service of bad is" in line for line in fleet.client.status()["blockers"])

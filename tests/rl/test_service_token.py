@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.orchestrator.client import HubClient, JsonClient
+from glm5_jax.rl.orchestrator.client import JsonClient, OrchestratorClient
 from glm5_jax.rl.orchestrator.server import Orchestrator
-from glm5_jax.rl.orchestrator.task_registry import Spec
+from glm5_jax.rl.orchestrator.task_registry import ServiceSpec
 from glm5_jax.runtime.http_server import HttpServer, ListenConfig
-from tests.rl.fleet import ENGINE, Sums, gateway, hub_config, service_config, until
+from tests.rl.fleet import ENGINE, Sums, gateway, orchestrator_config, service_config, until
 
 KEY, TOKEN = "key-of-the-run", "token-of-the-service"
 
@@ -33,25 +33,25 @@ class Elsewhere(HttpServer):
 
 
 @pytest.fixture
-def hub(stack, engine):
+def orchestrator(stack, engine):
     gate = stack.enter_context(gateway(engine, api_key=KEY))
-    url = stack.enter_context(Orchestrator(hub_config(gate, api_key=KEY)).running())
-    client = HubClient(url, KEY, patience=5.0)
+    url = stack.enter_context(Orchestrator(orchestrator_config(gate, api_key=KEY)).running())
+    client = OrchestratorClient(url, KEY, patience_s=5.0)
     ENGINE.version = 0
     client.begin(0, 0)
     return url, client
 
 
-def register(hub_url, **fields):
-    """Says to the hub that a service is there."""
-    spec = dict(schema=1, name="elsewhere", weight=1.0, size=9, held_out=0, max_inflight=64)
-    body = spec | {"seconds": 5.0, "instance": "i"} | fields
-    Client(hub_url, KEY).open("/tasks", json.dumps(body).encode()).close()
+def register(orchestrator_url, **fields):
+    """Says to the orchestrator that a service is there."""
+    spec = dict(schema=2, name="elsewhere", weight=1.0, size=9, held_out=0, max_inflight=64)
+    body = spec | {"rollout_timeout_s": 5.0, "instance": "i"} | fields
+    Client(orchestrator_url, KEY).open("/tasks", json.dumps(body).encode()).close()
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])
-def test_sends_no_key_to_registered_url(stack, hub, token):
-    url, _ = hub
+def test_sends_no_key_to_registered_url(stack, orchestrator, token):
+    url, _ = orchestrator
     elsewhere = Elsewhere()
     register(url, url=stack.enter_context(elsewhere.running()), token=token)
     until(lambda: len(elsewhere.headers) > 2)
@@ -59,8 +59,8 @@ def test_sends_no_key_to_registered_url(stack, hub, token):
     assert all((TOKEN in sent) == (token is not None) for sent in elsewhere.headers)
 
 
-def test_service_requires_its_own_token_or_the_key(stack, hub):
-    url, client = hub
+def test_service_requires_its_own_token_or_the_key(stack, orchestrator):
+    url, client = orchestrator
     services = [Sums(service_config(url, name, api_key=KEY, max_inflight=8)) for name in ("a", "b")]
     for service in services:
         service.mode = "hangs"
@@ -77,18 +77,27 @@ def test_service_requires_its_own_token_or_the_key(stack, hub):
 
     assert admits(urls[0], KEY) and admits(urls[0], tokens[0])
     assert not admits(urls[0], tokens[1]) and not admits(urls[0], None)
-    assert not admits(url, tokens[0]), "a token opens nothing at the hub"
+    assert not admits(url, tokens[0]), "a token opens nothing at the orchestrator"
 
 
 def test_token_is_in_no_text_of_a_spec():
-    spec = Spec("t", "http://h", 1.0, 1, 0, 8, 1.0, token=TOKEN)
+    spec = ServiceSpec(
+        name="t",
+        url="http://h",
+        weight=1.0,
+        size=1,
+        held_out=0,
+        max_inflight=8,
+        rollout_timeout_s=1.0,
+        token=TOKEN,
+    )
     assert TOKEN not in repr(spec) and dataclasses.replace(spec).token == TOKEN
 
 
 def test_asynchronous_client_follows_no_redirection():
     async def ask(url):
         async with JsonClient(KEY) as client:
-            return await client.ask("POST", f"{url}/rollout", {}, seconds=10)
+            return await client.request("POST", f"{url}/rollout", {}, timeout_s=10)
 
     with Elsewhere().running() as url, pytest.raises(ServerError) as raised:
         asyncio.run(ask(url))

@@ -64,7 +64,9 @@ def whole(messages, tools=None, thinking=True):
 def answer(session, plan, message, output=None, version=0, finish_reason="stop"):
     output = written(message) if output is None else output
     logprobs = [-float(i % 7) for i in range(len(output))]
-    turn = session.answer(plan, output, logprobs, [version] * len(output), finish_reason, message)
+    turn = session.make_turn(
+        plan, output, logprobs, [version] * len(output), finish_reason, message
+    )
     session.add(turn)
     return turn
 
@@ -85,7 +87,7 @@ def test_what_follows_is_read_behind_what_was_sampled():
     answer(session, plan, said, output)
     again = session.plan([*first, said, tool("6")], TOOLS)
     new = whole([*first, said, tool("6")], TOOLS)[len(whole(first, TOOLS)) + len(output) - 2 :]
-    assert output[-1] == SPECIAL["<|observation|>"] and again.drop == 0
+    assert output[-1] == SPECIAL["<|observation|>"] and again.num_dropped == 0
     assert again.ids == (*plan.ids, *output, *new) and again.context == new
     assert again.kind == CLEAN and again.parent == 0
 
@@ -94,7 +96,7 @@ def test_a_stop_that_expected_another_message_gives_way_to_what_opens_it():
     session, first, said = Session(TOKENIZER), [user("2*3?")], reply("", "So.", ["2*3"])
     ask(session, first, said)
     plan = session.plan([*first, said, user("Leave it.")], TOOLS)
-    assert plan.drop == 1 and plan.ids == whole([*first, said, user("Leave it.")], TOOLS)
+    assert plan.num_dropped == 1 and plan.ids == whole([*first, said, user("Leave it.")], TOOLS)
     answer(session, plan, reply("Good."))
     [record] = session.records()
     # The stop that was sampled is not in the sample; all else is.
@@ -177,7 +179,7 @@ def test_a_reply_that_came_back_altered_is_overwritten(said):
 
 
 def test_a_long_reply_that_came_back_altered_is_kept_beside_what_goes_on():
-    session, first = Session(TOKENIZER, SessionConfig(realigned=20)), [user("2*3?")]
+    session, first = Session(TOKENIZER, SessionConfig(max_realigned_tokens=20)), [user("2*3?")]
     long = reply("a" * 40)
     ask(session, first, long)
     messages = [*first, reply("b"), user("Go on.")]
@@ -237,7 +239,7 @@ def test_two_hundred_random_chats():
     with its own log-probs and versions."""
     for seed in range(200):
         draw = random.Random(seed)
-        session = Session(TOKENIZER, SessionConfig(realigned=draw.choice([1, 1000])))
+        session = Session(TOKENIZER, SessionConfig(max_realigned_tokens=draw.choice([1, 1000])))
         ends, sampled = [[user(f"Question {seed}")]], 0
         for version in range(draw.randint(2, 7)):
             messages = draw.choice(ends)
@@ -258,7 +260,7 @@ def test_two_hundred_random_chats():
             assert following.ids[: len(ids) - 1] == ids[:-1]
         records = session.records()
         trained = sum(int(r.loss_mask.sum()) for r in records)
-        dropped = sum(turn.drop for turn in session.turns)
+        dropped = sum(turn.num_dropped for turn in session.turns)
         assert sampled - dropped <= trained <= sampled
         for record in records:
             on = record.loss_mask == 1
@@ -288,7 +290,7 @@ def test_a_session_is_the_same_from_what_was_written_of_it():
     [
         ([], 400, "at least one message"),
         ([{"role": "nobody", "content": "?"}], 400, "nobody"),
-        ([user("2*3?"), reply("6")], 400, "put one behind it"),
+        ([user("2*3?"), reply("6")], 400, "add one after it"),
         ([user("2*3?"), reply("cut"), user("Why?")], 409, "raise max_tokens"),
         ([tool("6")], 400, "no assistant's call"),
     ],
@@ -306,11 +308,13 @@ def test_what_goes_on_from_nothing_is_refused_and_changes_nothing():
     first, said = [user("2*3?")], reply("6")
     ask(session, first, said)
     plan = session.plan([*first, said, user("Why?")], TOOLS)
-    with pytest.raises(SessionError, match="turn 0 goes on from 0, which is not there") as refused:
-        other.answer(plan, [1], [0.0], [0], "stop", reply("So."))
+    with pytest.raises(
+        SessionError, match="turn 0 follows turn 0, which does not exist"
+    ) as refused:
+        other.make_turn(plan, [1], [0.0], [0], "stop", reply("So."))
     assert refused.value.status == 500
-    turn = session.answer(plan, [1], [0.0], [0], "stop", reply("So."))
-    with pytest.raises(SessionError, match="turn 0 goes on from 0") as refused:
+    turn = session.make_turn(plan, [1], [0.0], [0], "stop", reply("So."))
+    with pytest.raises(SessionError, match="turn 0 follows turn 0") as refused:
         other.add(turn)
     assert refused.value.status == 500 and other.turns == []
     # Nothing has been refused by halves: the first turn still is the first.
@@ -328,4 +332,16 @@ def test_a_session_has_so_many_replies():
     with pytest.raises(ValueError, match="max_turns is 0"):
         SessionConfig(max_turns=0)
     with pytest.raises(ValueError, match=r"\(2, 1, 1\) ids"):
-        Turn(-1, CLEAN, "[]", (), 0, (1,), (1, 2), (0.0,), (0,), "stop", {})
+        Turn(
+            parent=-1,
+            kind=CLEAN,
+            tools="[]",
+            messages=(),
+            num_dropped=0,
+            context=(1,),
+            output=(1, 2),
+            logprobs=(0.0,),
+            versions=(0,),
+            finish_reason="stop",
+            reply={},
+        )

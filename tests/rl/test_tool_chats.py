@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.algorithm.batch import lay_out
-from glm5_jax.rl.algorithm.credit import CreditConfig, credited
+from glm5_jax.rl.algorithm.batch import pack_records
+from glm5_jax.rl.algorithm.credit import CreditConfig, assign_credit
 from glm5_jax.rl.rollouts.rollout import RolloutConfig, Rollouts, ToolError
-from glm5_jax.rl.trainers.sync_trainer import World, judge, told
+from glm5_jax.rl.trainers.sync_trainer import TaskSuite, batch_metrics, judge
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.runtime.coroutines import run_sync
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.gradients import score_function
-from glm5_jax.training.step import StepConfig
+from glm5_jax.training.step_config import StepConfig
 from tests.model.small import one_layer
 from tests.text.random_chats import Chats
 
@@ -93,7 +94,7 @@ async def answers(task, call):
 
 
 async def likes_long_ones(task, attempt):
-    return Reward(float(attempt.sampled))
+    return Reward(float(attempt.num_sampled_tokens))
 
 
 def requires_checkpoint(turn, ids):
@@ -115,11 +116,9 @@ def sampled():
     engine = Engine(
         policy(),
         TOKENIZER,
-        max_num_seqs=12,
-        max_length=LENGTH,
-        page_size=32,
-        prefill_chunk=64,
-        batch_invariant=True,
+        EngineConfig(
+            max_num_seqs=12, max_length=LENGTH, page_size=32, prefill_chunk=64, batch_invariant=True
+        ),
     )
     generate, chats_seen = engine.generate, []
 
@@ -139,20 +138,20 @@ def sampled():
     engine.generate = watched
     chats = Chats(seed=0)
     tasks = [
-        Task(f"t{i}", "any", ({"role": "user", "content": chats.text(6) + "?"},), tools=(LOOK,), thinking=i % 3 > 0)
+        Task(id=f"t{i}", kind="any", messages=({"role": "user", "content": chats.text(6) + "?"},), tools=(LOOK,), thinking=i % 3 > 0)
         for i in range(20)
     ]  # fmt: skip
     config = RolloutConfig(group=GROUP, max_tokens=24, max_turns=4)
     groups = Rollouts(engine, TOKENIZER, config, 0.9, answers).sample(tasks, 0)
-    run_sync(judge(groups, World(None, {}, likes_long_ones), 8))
+    run_sync(judge(groups, TaskSuite(tasks=None, held_out={}, verify=likes_long_ones), 8))
     return groups, chats_seen
 
 
 def test_what_was_sampled_is_learnt_byte_for_byte():
     groups, seen = sampled()
-    records = credited(groups, CreditConfig("none"), CFG.vocab_size)
+    records = assign_credit(groups, CreditConfig(baseline="none"), CFG.vocab_size)
     streams = ("token_ids", "loss_mask", "rollout_logp", "rl_weight", "advantage")
-    batch, rows = lay_out(records, 2 * LENGTH, 40, streams)
+    batch, rows = pack_records(records, 2 * LENGTH, 40, streams)
     logp = jax.jit(score_function(CFG, StepConfig(mtp_steps=0), temperature=0.9))(
         glm5.params_of(policy()), batch
     )
@@ -215,7 +214,7 @@ def test_what_the_environment_broke_is_told_and_not_learnt():
         if "it is down" in attempt.error
     }
     assert 5 < len(failed) < 100
-    learnt = {record.rollout_id for record in credited(groups, CreditConfig(), CFG.vocab_size)}
+    learnt = {record.rollout_id for record in assign_credit(groups, CreditConfig(), CFG.vocab_size)}
     everything = {f"{i}-{j}" for i in range(20) for j in range(GROUP)}
     assert learnt == everything - failed
-    assert told(groups)["rollout"]["environment_errors"] == len(failed) / 200
+    assert batch_metrics(groups)["rollout"]["environment_errors"] == len(failed) / 200

@@ -1,10 +1,17 @@
+"""Trajectories and the summaries of their records."""
+
 import json
 
 import numpy as np
 import pytest
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.rl.trajectory import Trajectory, trajectory
+from glm5_jax.rl.trajectory import (
+    Trajectory,
+    summarize_records,
+    summary_from_json,
+    trajectory_from_json,
+)
 from glm5_jax.rl.types import Reward
 
 NAN = float("nan")
@@ -20,26 +27,67 @@ def record(versions, **more):
 
 
 def made(reward=1.0, records=(), **more):
-    said = {"role": "user", "content": "2*3?"}, {"role": "assistant", "content": "6"}
-    return Trajectory("g-0", "g", "sums", 7, said, Reward(reward), tuple(records), **more)
+    return Trajectory(
+        rollout_id="g-0",
+        group_id="g",
+        task="sums",
+        number=7,
+        reward=Reward(reward),
+        summary=summarize_records(records),
+        records=tuple(records),
+        **more,
+    )
 
 
-def test_what_is_told_as_json_is_heard_again():
-    ids = {"group_id": "g", "rollout_id": "g-0"}
-    one = made(0.5, [record([-1, 3, 3, -1, 4], **ids)], metrics={"calls": 2.0}, seconds=1.5)
-    found = trajectory(json.loads(json.dumps(one.told())))
-    [was], [own] = one.records, found.records
-    for name, stream in was.streams().items():
-        np.testing.assert_array_equal(getattr(own, name), stream)
-    assert (own.group_id, own.rollout_id, own.status) == ("g", "g-0", "completed")
-    for name in ("rollout_id", "group_id", "task", "number", "messages", "reward", "metrics"):
-        assert getattr(found, name) == getattr(one, name)
-    assert found.seconds == 1.5
+def test_encodes_trajectory_without_its_records():
+    one = made(
+        0.5,
+        [record([-1, 3, 3, -1, 4])],
+        metrics={"calls": 2.0},
+        duration_s=1.5,
+        has_used_tools=True,
+    )
+    body = one.to_json()
+    assert "records" not in body
+    decoded = trajectory_from_json(json.loads(json.dumps(body)))
+    assert decoded.records == () and decoded.summary == one.summary
+    names = ("rollout_id", "group_id", "task", "number", "reward", "metrics")
+    for name in (*names, "duration_s", "has_used_tools"):
+        assert getattr(decoded, name) == getattr(one, name)
 
 
-def test_versions_are_those_of_all_branches():
-    assert made(1.0, [record([-1, 4, 5]), record([-1, -1, 2])]).versions == (2, 5)
-    assert made(1.0, [record([-1, -1])]).versions is None
+def test_encodes_trajectory_that_failed():
+    failed = Trajectory(
+        rollout_id="g-0", group_id="g", task="sums", number=7, reward=Reward(None, error="gone")
+    )
+    assert trajectory_from_json(json.loads(json.dumps(failed.to_json()))) == failed
+    assert failed.has_failed and failed.versions == ()
+
+
+def test_summarizes_all_branches():
+    branches = [record([-1, 4, 5, 4]), record([-1, -1, 2], status="truncated")]
+    summary = summarize_records(branches, "d")
+    assert (summary.lengths, summary.num_trained_tokens) == ((4, 3), 4)
+    assert (summary.versions, summary.is_truncated, summary.digest) == ((2, 4, 5), True, "d")
+    assert not summarize_records(branches[::-1]).is_truncated
+    nothing = summarize_records([])
+    assert nothing.versions == nothing.lengths == () and not nothing.is_truncated
+
+
+def test_rejects_tokens_to_train_on_without_version():
+    unknown = TokenRecord(token_ids=[1, 2], loss_mask=[0, 1], rollout_id="g-0")
+    with pytest.raises(ValueError, match="'g-0' has tokens to train on without a weight_version"):
+        summarize_records([unknown])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"versions": ["3"]}, {"lengths": None}, {"is_truncated": 2}, {"digest": 5}]
+)
+def test_rejects_json_that_is_no_summary(changes):
+    body = {"lengths": [3], "num_trained_tokens": 2, "versions": [1], "is_truncated": False}
+    assert summary_from_json(body).versions == (1,)
+    with pytest.raises(ValueError):
+        summary_from_json(body | changes)
 
 
 @pytest.mark.parametrize(
@@ -47,4 +95,4 @@ def test_versions_are_those_of_all_branches():
     [(0.0, [-1, 1], False), (None, [-1, 1], True), (0.0, [-1, -1], True)],
 )
 def test_failed_is_what_says_nothing_of_the_policy(reward, versions, failed):
-    assert made(reward, [record(versions)]).failed == failed
+    assert made(reward, [record(versions)]).has_failed == failed

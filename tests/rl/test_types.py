@@ -2,16 +2,16 @@
 
 import pytest
 
-from glm5_jax.rl.types import Attempt, Reward, Task, settled
+from glm5_jax.rl.types import Attempt, Reward, Task, reward_without_verifier
 
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="task 'a' has no message"):
-        Task("a", "math", ())
+        Task(id="a", kind="math", messages=())
     with pytest.raises(
         ValueError, match="finish_reason is 'done'; use one of stop, length, failed"
     ):
-        Attempt((), "done")
+        Attempt(messages=(), finish_reason="done")
     with pytest.raises(ValueError, match="reward's value is nan; it must be finite"):
         Reward(float("nan"))
     with pytest.raises(ValueError, match="reward's judge is inf"):
@@ -22,16 +22,25 @@ def test_the_reply_is_the_last_that_the_policy_said():
     said = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
     call = {"role": "assistant", "content": None, "tool_calls": []}
     tool = {"role": "tool", "content": "5"}
-    assert Attempt((call, tool, said)).reply == "4"
-    assert Attempt((said, call)).reply == ""
-    assert Attempt(()).reply == Attempt((tool,)).reply == ""
+    assert Attempt(messages=(call, tool, said)).reply == "4"
+    assert Attempt(messages=(said, call)).reply == ""
+    assert Attempt(messages=()).reply == Attempt(messages=(tool,)).reply == ""
 
 
 def test_what_an_attempt_is_worth_however_it_ended():
     said = ({"role": "assistant", "content": "4"},)
-    assert settled(Attempt(said)) is None
-    assert settled(Attempt(said, "failed")) == Reward(None, error="the environment failed")
-    assert settled(Attempt(said, "failed", "no engine")) == Reward(None, error="no engine")
+    assert reward_without_verifier(Attempt(messages=said)) is None
+    assert reward_without_verifier(Attempt(messages=said, finish_reason="failed")) == Reward(
+        None, error="the environment failed"
+    )
+    assert reward_without_verifier(
+        Attempt(messages=said, finish_reason="failed", error="no engine")
+    ) == Reward(None, error="no engine")
     cut = Reward(0.0, {"right": 0.0}, "the attempt was cut off")
-    assert settled(Attempt(said, "length"), {"right": 0.0}) == cut
-    assert settled(Attempt(said, error="no such call")) == Reward(0.0, error="no such call")
+    assert (
+        reward_without_verifier(Attempt(messages=said, finish_reason="length"), {"right": 0.0})
+        == cut
+    )
+    assert reward_without_verifier(Attempt(messages=said, error="no such call")) == Reward(
+        0.0, error="no such call"
+    )

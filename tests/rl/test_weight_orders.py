@@ -6,12 +6,14 @@ import contextlib
 import random
 import secrets
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.orchestrator.client import JsonClient
 from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.rollouts.record_codec import decode_records
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import Engine
 
@@ -88,7 +90,7 @@ class Orders:
     async def start_gateway(self):
         self.gateway_stack = contextlib.AsyncExitStack()
         config = GatewayConfig(
-            port=0, grace_s=1.0, probe_seconds=0.02, seconds=5.0, journal=self.journal
+            port=0, grace_s=1.0, probe_interval_s=0.02, reply_timeout_s=5.0, journal=self.journal
         )
         gateway = Gateway(TOKENIZER, self.urls, config)
         self.url = await serving(self.gateway_stack, gateway)
@@ -96,7 +98,7 @@ class Orders:
     async def ask(self, method, path, body=None):
         """(HTTP's status, answer) of a call, which must return."""
         try:
-            answer = await self.client.ask(method, self.url + path, body, seconds=10)
+            answer = await self.client.request(method, self.url + path, body, timeout_s=10)
         except ServerError as error:
             assert error.status in REFUSED, error
             return error.status, None
@@ -175,9 +177,10 @@ class Orders:
         if status == 200:
             self.answers += 1
             assert self.wanted is None or self.served[-1] == self.wanted[0]
-            _, answer = await self.ask("POST", f"/sessions/{name}/samples")
-            versions = answer["records"][-1]["weight_version"]
-            assert min(version for version in versions if version >= 0) >= lowest
+            url = f"{self.url}/sessions/{name}/records"
+            async with aiohttp.ClientSession() as client, client.get(url) as response:
+                versions = decode_records(await response.read())[-1].weight_version
+            assert versions[versions >= 0].min() >= lowest
         return status == 200
 
     async def settle(self):

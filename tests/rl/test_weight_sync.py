@@ -14,9 +14,9 @@ from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.worker import Worker
 from glm5_jax.parallel.tree import flatten
-from glm5_jax.rl.weights.pusher import NotPushed, SyncConfig, Told
-from glm5_jax.rl.weights.reshard import Reshard, fingerprint
-from glm5_jax.rl.weights.weight_sync import Network, SharedStorage, pieces
+from glm5_jax.rl.weights.pusher import EngineAck, PushFailed, SyncConfig
+from glm5_jax.rl.weights.reshard import ReshardPusher, fingerprint
+from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher, split_tensor
 from tests.rl.pushing import (
     CFG,
     DELTA,
@@ -51,41 +51,41 @@ def test_every_way_delivers_the_bits_that_the_engine_would_compute_with(kind, tm
     want = loaded(weights, cfg)
     assert want != loaded(params(0), cfg)
     resharded = made(cfg)
-    told = [Reshard([resharded], SMALL).push(weights, 5)]
+    told = [ReshardPusher([resharded], SMALL).push(weights, 5)]
     assert bits(resharded) == want and resharded.version == 5
     with serving(cfg) as one, serving(cfg) as two:
-        told.append(SharedStorage(cfg, tmp_path, [one.url], SMALL).push(weights, 5))
-        told.append(Network(cfg, [one.url, two.url], SMALL).push(weights, 6))
+        told.append(SharedStoragePusher(cfg, tmp_path, [one.url], SMALL).push(weights, 5))
+        told.append(NetworkPusher(cfg, [one.url, two.url], SMALL).push(weights, 6))
         assert one.bits == two.bits == want
         assert one.held == two.held == (6, told[2].checksum)
     assert told[1].checksum == told[2].checksum
     size = sum(x.size * transfer_dtypes(cfg)[path].itemsize for path, x in flatten(weights).items())
     for own in told:
-        assert own.whole_bytes == size and own.seconds > 0 and own.lost == ()
-    assert told[0].bytes == told[1].bytes == size
-    assert 2 * size < told[2].bytes < 2.1 * size  # to two engines, with the names of tensors
+        assert own.full_bytes == size and own.duration_s > 0 and own.failed_engines == ()
+    assert told[0].sent_bytes == told[1].sent_bytes == size
+    assert 2 * size < told[2].sent_bytes < 2.1 * size  # to two engines, with the names of tensors
 
 
 def test_changes_alone_travel_and_make_the_same_weights(served):
     first, then = params(), moved(params())
-    pusher = Network(CFG, [served.url], DELTA)
+    pusher = NetworkPusher(CFG, [served.url], DELTA)
     whole = pusher.push(first, 1)
-    [told] = (changed := pusher.push(then, 2)).engines
-    assert (whole.engines[0].how, told.how) == ("whole", "changes")
+    [told] = (changed := pusher.push(then, 2)).acks
+    assert (whole.acks[0].mode, told.mode) == ("full", "delta")
     assert served.bits == loaded(then) and served.held == (2, changed.checksum)
-    assert whole.checksum != changed.checksum and changed.bytes < whole.bytes / 10
+    assert whole.checksum != changed.checksum and changed.sent_bytes < whole.sent_bytes / 10
     # What did not change at all costs a message and no weight.
-    assert pusher.push(then, 3).bytes == 0
+    assert pusher.push(then, 3).sent_bytes == 0
     assert served.held == (3, changed.checksum) and served.bits == loaded(then)
 
 
 def test_an_engine_that_holds_another_base_gets_all(served):
     with serving() as steady:
-        pusher = Network(CFG, [steady.url, served.url], DELTA)
+        pusher = NetworkPusher(CFG, [steady.url, served.url], DELTA)
         pusher.push(params(), 1)
-        Network(CFG, [served.url], SMALL).push(moved(params(), 3), 2)  # somebody else's
+        NetworkPusher(CFG, [served.url], SMALL).push(moved(params(), 3), 2)  # somebody else's
         then = moved(params())
-        assert [own.how for own in pusher.push(then, 3).engines] == ["changes", "whole"]
+        assert [own.mode for own in pusher.push(then, 3).acks] == ["delta", "full"]
         assert steady.bits == served.bits == loaded(then)
         assert served.held == steady.held
 
@@ -93,17 +93,17 @@ def test_an_engine_that_holds_another_base_gets_all(served):
 def test_an_engine_that_was_started_anew_gets_all():
     with serving() as one:
         port = int(one.url.rpartition(":")[2])
-        pusher = Network(CFG, [one.url], DELTA)
+        pusher = NetworkPusher(CFG, [one.url], DELTA)
         pusher.push(params(), 4)
     with serving(port=port) as one:
         assert one.held == (0, None)
         pushed = pusher.push(moved(params()), 5)
-        assert pushed.engines[0].how == "whole" and one.held == (5, pushed.checksum)
+        assert pushed.acks[0].mode == "full" and one.held == (5, pushed.checksum)
 
 
 def test_the_base_is_what_the_engine_verifies(served):
     """Changes of other weights than it holds are refused, whatever the sender thinks."""
-    Network(CFG, [served.url], DELTA).push(params(), 1)
+    NetworkPusher(CFG, [served.url], DELTA).push(params(), 1)
     said = begun(2) | {"base": {"version": 1, "checksum": "0" * 32}}
     status, told = served.ask("/weights/begin", said)
     assert status == 409 and "changes of version 1 cannot be applied" in told["error"]["message"]
@@ -111,24 +111,24 @@ def test_the_base_is_what_the_engine_verifies(served):
 
 @pytest.mark.parametrize("delta", [pytest.param(False, marks=SLOW), True])
 def test_a_push_of_what_is_held_changes_nothing(served, delta):
-    pusher = Network(CFG, [served.url], DELTA if delta else SMALL)
+    pusher = NetworkPusher(CFG, [served.url], DELTA if delta else SMALL)
     first = pusher.push(params(), 3)
     before = served.engine.computation.params
     again = pusher.push(params(), 3)
-    assert again.engines == (Told(served.url, "held", 0, None),)
-    assert (again.bytes, again.checksum) == (0, first.checksum)
+    assert again.acks == (EngineAck(served.url, "current", 0, None),)
+    assert (again.sent_bytes, again.checksum) == (0, first.checksum)
     assert served.engine.computation.params is before
     # Another pusher, which knows nothing, finds out as much.
-    assert Network(CFG, [served.url], SMALL).push(params(), 3).bytes == 0
+    assert NetworkPusher(CFG, [served.url], SMALL).push(params(), 3).sent_bytes == 0
 
 
 def test_reshard_pushes_what_is_held_once():
     engine = made()
-    pusher = Reshard([engine])
+    pusher = ReshardPusher([engine])
     pusher.push(params(), 3)
     before = engine.computation.params
     again = pusher.push(params(), 3)
-    assert again.engines[0].how == "held" and engine.computation.params is before
+    assert again.acks[0].mode == "current" and engine.computation.params is before
     with pytest.raises(ValueError, match="version 3 is held with other numbers"):
         pusher.push(params(2), 3)
     with pytest.raises(ValueError, match="version 3 is held, 2 is older"):
@@ -144,52 +144,52 @@ def test_who_lost_the_weights_gets_them_again_and_nobody_else(way, tmp_path):
         lost = stack.enter_context(serving())
         urls = [steady.url, lost.url, "http://127.0.0.1:9"]
         pusher = {
-            "network": lambda: Network(CFG, urls, SMALL),
-            "storage": lambda: SharedStorage(CFG, tmp_path, urls, SMALL),
+            "network": lambda: NetworkPusher(CFG, urls, SMALL),
+            "storage": lambda: SharedStoragePusher(CFG, tmp_path, urls, SMALL),
         }[way]()
         first = pusher.push(params(), 5)
-        assert first.shown == first.checksum
+        assert first.engine_checksum == first.checksum
         assert pusher.refresh(params(), 5) is None
         before, port = steady.engine.computation.params, int(lost.url.rpartition(":")[2])
         stack.close()
         with serving(port=port, version=9) as anew:
             again = pusher.refresh(params(), 5)
-            assert [own.engine for own in again.engines] == [anew.url]
+            assert [own.engine for own in again.acks] == [anew.url]
             assert again.checksum == first.checksum and anew.bits == loaded(params())
             assert anew.held == steady.held and steady.engine.computation.params is before
             assert pusher.refresh(params(), 5) is None and pusher.engines == (*urls,)
             # Other weights than those that were pushed last are for all that there are.
             anew.engine.version = 4
-            assert pusher.refresh(params(2), 6).lost == ()
+            assert pusher.refresh(params(2), 6).failed_engines == ()
             assert steady.held == anew.held and steady.bits == anew.bits == loaded(params(2))
-        with pytest.raises(NotPushed):
+        with pytest.raises(PushFailed):
             pusher.engines = urls[2:]
             pusher.push(params(2), 7)
         assert pusher.refresh(params(2), 7) is None  # nobody answers
         pusher.engines = urls
-        assert pusher.refresh(params(2), 7).lost == () and steady.held[0] == 7
+        assert pusher.refresh(params(2), 7).failed_engines == () and steady.held[0] == 7
 
 
 def test_engines_of_the_trainer_s_process_are_refreshed_if_they_have_not_taken_a_push():
     engines = [made(), made()]
-    pusher = Reshard(engines)
-    assert pusher.push(params(), 3).shown is None and pusher.refresh(params(), 3) is None
+    pusher = ReshardPusher(engines)
+    assert pusher.push(params(), 3).engine_checksum is None and pusher.refresh(params(), 3) is None
     engines[1].update_weights(params(2), 2)
-    hows = [own.how for own in pusher.refresh(params(), 3).engines]
-    assert hows == ["held", "whole"] and bits(engines[1]) == loaded(params())
+    hows = [own.mode for own in pusher.refresh(params(), 3).acks]
+    assert hows == ["current", "full"] and bits(engines[1]) == loaded(params())
 
 
 def test_versions_go_back_only_when_the_trainer_says_so(served, tmp_path):
     """It went back to a checkpoint: what it makes anew has the same versions and other numbers."""
-    network = Network(CFG, [served.url], SMALL)
-    storage = SharedStorage(CFG, tmp_path, [served.url], SMALL)
+    network = NetworkPusher(CFG, [served.url], SMALL)
+    storage = SharedStoragePusher(CFG, tmp_path, [served.url], SMALL)
     storage.push(params(0), 6)
     storage.push(params(1), 8)
     before = served.bits
     for pusher in (network, storage):
-        with pytest.raises(NotPushed, match="version 8 is held, 7 is older; if the trainer went"):
+        with pytest.raises(PushFailed, match="version 8 is held, 7 is older; if the trainer went"):
             pusher.push(params(2), 7)
-    with pytest.raises(NotPushed, match="version 8 is held with other numbers"):
+    with pytest.raises(PushFailed, match="version 8 is held with other numbers"):
         network.push(params(2), 8)
     with pytest.raises(ValueError, match="holds version 8 with other numbers"):
         storage.push(params(2), 8)
@@ -198,7 +198,7 @@ def test_versions_go_back_only_when_the_trainer_says_so(served, tmp_path):
     assert served.held[0] == 7 and served.bits == loaded(params(2))
     # The other lineage is gone from the folder, too.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "7"]
-    assert network.push(params(0), 8).lost == () and served.bits == loaded(params(0))
+    assert network.push(params(0), 8).failed_engines == () and served.bits == loaded(params(0))
     network.push(params(1), 8, rewind=True)
     assert served.bits == loaded(params(1))
 
@@ -237,15 +237,15 @@ def test_a_push_in_the_middle_of_a_reply(way, policy, tmp_path, monkeypatch):
     gate = Gate(engine, 16, monkeypatch)
     with serving(DENSE, engine=engine) as one, concurrent.futures.ThreadPoolExecutor(1) as pool:
         pusher = {
-            "network": lambda: Network(DENSE, [one.url], config),
-            "storage": lambda: SharedStorage(DENSE, tmp_path, [one.url], config),
-            "reshard": lambda: Reshard([one.server.worker], config),
+            "network": lambda: NetworkPusher(DENSE, [one.url], config),
+            "storage": lambda: SharedStoragePusher(DENSE, tmp_path, [one.url], config),
+            "reshard": lambda: ReshardPusher([one.server.worker], config),
         }[way]()
         waiting = pool.submit(one.ask, "/generate", body)
         assert gate.reached.wait(60)
         pushed = pusher.push(params(1, DENSE), 7)
         status, told = waiting.result()
-        assert status == 200 and pushed.lost == ()
+        assert status == 200 and pushed.failed_engines == ()
         after = one.ask("/generate", body | {"return_logprob": False})[1]
     ids, meta = told["output_ids"], told["meta_info"]
     versions = meta["weight_versions"]
@@ -309,12 +309,12 @@ def test_pieces_of_changes_are_the_shorter_of_two_forms(changed):
     base = rng.standard_normal((40, 25)).astype(jnp.bfloat16)
     new = base.copy()
     new.reshape(-1)[rng.choice(1000, changed, replace=False)] += 1
-    found = list(pieces("x", new, base, 512))
+    found = list(split_tensor("x", new, base, 512))
     size = sum(array.nbytes for piece in found for array in piece.values())
     assert size <= new.nbytes and (changed > 0) == bool(found)
     if changed == 3:
         assert size <= 3 * (32 + 3 * 2)
-    whole = list(pieces("x", new, None, 512))
+    whole = list(split_tensor("x", new, None, 512))
     assert [key for piece in whole for key in piece] == [f"x@{i}" for i in range(0, 1000, 256)]
     assert all(array.nbytes <= 512 for piece in whole for array in piece.values())
 
@@ -323,9 +323,9 @@ def test_pieces_of_changes_are_the_shorter_of_two_forms(changed):
     "field, value",
     [
         ("policy", "soon"),
-        ("seconds", 0),
-        ("load_seconds", -1.0),
-        ("tries", 0),
+        ("timeout_s", 0),
+        ("load_timeout_s", -1.0),
+        ("max_tries", 0),
         ("keep", 0),
         ("bucket_bytes", 10),
     ],

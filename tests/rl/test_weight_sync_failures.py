@@ -22,9 +22,9 @@ from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.rl.weights import reshard
-from glm5_jax.rl.weights.pusher import NotPushed
-from glm5_jax.rl.weights.reshard import Reshard
-from glm5_jax.rl.weights.weight_sync import Network, SharedStorage
+from glm5_jax.rl.weights.pusher import PushFailed
+from glm5_jax.rl.weights.reshard import ReshardPusher
+from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher
 from glm5_jax.runtime.http_server import json_response
 from tests.rl.pushing import (
     CFG,
@@ -105,9 +105,13 @@ class Lying(Server):
 def test_an_engine_that_tells_another_checksum_has_not_taken_it(tmp_path):
     with serving(kind=Lying) as one:
         for version, pusher in enumerate(
-            (Network(CFG, [one.url], SMALL), SharedStorage(CFG, tmp_path, [one.url], SMALL)), 1
+            (
+                NetworkPusher(CFG, [one.url], SMALL),
+                SharedStoragePusher(CFG, tmp_path, [one.url], SMALL),
+            ),
+            1,
         ):
-            with pytest.raises(NotPushed, match=f"holds {'0' * 32}, not [0-9a-f]{{32}}"):
+            with pytest.raises(PushFailed, match=f"holds {'0' * 32}, not [0-9a-f]{{32}}"):
                 pusher.push(params(version), version)
 
 
@@ -116,7 +120,7 @@ def test_numbers_that_another_device_did_not_get_are_refused(monkeypatch):
     calls = iter(range(1000))
     monkeypatch.setattr(reshard, "fingerprint", lambda x: told(x) + (next(calls) == 1))
     with pytest.raises(ValueError, match="has arrived with other numbers than it was sent with"):
-        Reshard([engine]).push(params(), 1)
+        ReshardPusher([engine]).push(params(), 1)
     assert engine.version == 0 and bits(engine) == before
 
 
@@ -165,9 +169,9 @@ def test_one_push_at_a_time(served, tmp_path):
         status, told = served.ask(path, body)
         assert status == 409 and "version 1 is being loaded" in told["error"]["message"]
     taken = "version 1 is being loaded; push again after that"
-    with pytest.raises(NotPushed, match=taken) as caught:
-        Network(CFG, [served.url], SMALL).push(params(), 2)
-    assert not caught.value.refused
+    with pytest.raises(PushFailed, match=taken) as caught:
+        NetworkPusher(CFG, [served.url], SMALL).push(params(), 2)
+    assert not caught.value.is_refused
     for path, body in (
         ("/weights/commit", {"push": "b", "checksums": []}),
         ("/weights/abort", {"push": "b"}),
@@ -175,7 +179,7 @@ def test_one_push_at_a_time(served, tmp_path):
         assert served.ask(path, body)[0] == 409
     assert served.ask("/weights/part", b"", push="b")[0] == 409
     assert served.ask("/weights/abort", {"push": "a"})[0] == 200
-    assert Network(CFG, [served.url], SMALL).push(params(), 2).lost == ()
+    assert NetworkPusher(CFG, [served.url], SMALL).push(params(), 2).failed_engines == ()
 
 
 def test_a_push_whose_trainer_was_killed_holds_nobody_up_for_long():
@@ -187,12 +191,12 @@ def test_a_push_whose_trainer_was_killed_holds_nobody_up_for_long():
         part = save({"model.norm.weight@0": np.zeros(3, np.float32)})
         one.ask("/weights/part", part, push="killed")
         now = 8.9
-        with pytest.raises(NotPushed, match="version 1 is being loaded"):
-            Network(CFG, [one.url], SMALL).push(params(), 2)
+        with pytest.raises(PushFailed, match="version 1 is being loaded"):
+            NetworkPusher(CFG, [one.url], SMALL).push(params(), 2)
         assert one.bits == before
         now = 9.1
         assert one.ask("/weights")[1]["receiving"] is None
-        assert Network(CFG, [one.url], SMALL).push(params(), 2).lost == ()
+        assert NetworkPusher(CFG, [one.url], SMALL).push(params(), 2).failed_engines == ()
         assert one.bits == loaded(params())
 
 
@@ -201,7 +205,7 @@ def test_a_push_that_is_cut_short_is_taken_back(served):
     weights = params()
     weights = weights | {"lm_head": {"weight": Broken(weights["lm_head"]["weight"])}}
     with pytest.raises(RuntimeError, match="device is gone"):
-        Network(CFG, [served.url], SMALL).push(weights, 2)
+        NetworkPusher(CFG, [served.url], SMALL).push(weights, 2)
     told = served.ask("/weights")[1]
     assert told.pop("instance")
     assert told == {"version": 0, "checksum": None, "base": False, "receiving": None}
@@ -227,32 +231,32 @@ def silent():
 
 def test_names_engines_that_did_not_get_the_weights(served, silent):
     gone = "http://127.0.0.1:9"  # nobody listens
-    pushed = Network(CFG, [served.url, gone], SMALL).push(params(), 1)
-    assert pushed.lost == (gone,) and "Cannot connect" in pushed.engines[1].error
+    pushed = NetworkPusher(CFG, [served.url, gone], SMALL).push(params(), 1)
+    assert pushed.failed_engines == (gone,) and "Cannot connect" in pushed.acks[1].error
     assert served.bits == loaded(params())
-    impatient = dataclasses.replace(SMALL, seconds=0.3)
+    impatient = dataclasses.replace(SMALL, timeout_s=0.3)
     words = "no engine has taken version 3: http.*no answer to /weights within 0.3 s"
-    with pytest.raises(NotPushed, match=words) as caught:
-        Network(CFG, [silent, gone], impatient).push(params(), 3)
-    assert not caught.value.refused
+    with pytest.raises(PushFailed, match=words) as caught:
+        NetworkPusher(CFG, [silent, gone], impatient).push(params(), 3)
+    assert not caught.value.is_refused
 
 
 @pytest.mark.slow
 def test_an_engine_that_does_not_answer_is_told_of_and_holds_up_nobody(served, silent, tmp_path):
     one, other = (
-        dataclasses.replace(SMALL, **own) for own in ({"seconds": 1.5}, {"load_seconds": 4.0})
+        dataclasses.replace(SMALL, **own) for own in ({"timeout_s": 1.5}, {"load_timeout_s": 4.0})
     )
     gone = "http://127.0.0.1:9"  # nobody listens
     for version, pusher in enumerate(
         (
-            Network(CFG, [silent, served.url, gone], one),
-            SharedStorage(CFG, tmp_path, [silent, served.url, gone], other),
+            NetworkPusher(CFG, [silent, served.url, gone], one),
+            SharedStoragePusher(CFG, tmp_path, [silent, served.url, gone], other),
         ),
         1,
     ):
         pushed = pusher.push(params(version), version)
-        assert pushed.lost == (silent, gone)
-        reasons = [own.error for own in pushed.engines]
+        assert pushed.failed_engines == (silent, gone)
+        reasons = [own.error for own in pushed.acks]
         assert (
             reasons[0]
             == (
@@ -263,11 +267,11 @@ def test_an_engine_that_does_not_answer_is_told_of_and_holds_up_nobody(served, s
         assert reasons[1] is None and "Cannot connect" in reasons[2]
         assert served.bits == loaded(params(version))
     none = "no engine has taken version 3: http.*no answer to"
-    with pytest.raises(NotPushed, match=none) as caught:
-        Network(CFG, [silent, gone], one).push(params(), 3)
-    assert not caught.value.refused
+    with pytest.raises(PushFailed, match=none) as caught:
+        NetworkPusher(CFG, [silent, gone], one).push(params(), 3)
+    assert not caught.value.is_refused
     with pytest.raises(ValueError, match="nowhere to go"):
-        Network(CFG, []).push(params(), 3)
+        NetworkPusher(CFG, []).push(params(), 3)
 
 
 def test_a_connection_that_breaks_is_tried_again(served):
@@ -297,11 +301,14 @@ def test_a_connection_that_breaks_is_tried_again(served):
     with socket.create_server(("127.0.0.1", 0)) as own:
         threading.Thread(target=relay, args=(own,), daemon=True).start()
         url = f"http://127.0.0.1:{own.getsockname()[1]}"
-        once = dataclasses.replace(SMALL, tries=1)
-        with pytest.raises(NotPushed):
-            Network(CFG, [url], once).push(params(), 1)
+        once = dataclasses.replace(SMALL, max_tries=1)
+        with pytest.raises(PushFailed):
+            NetworkPusher(CFG, [url], once).push(params(), 1)
         dropped.clear()
-        assert Network(CFG, [url], SMALL).push(params(), 1).lost == () and len(dropped) == 2
+        assert (
+            NetworkPusher(CFG, [url], SMALL).push(params(), 1).failed_engines == ()
+            and len(dropped) == 2
+        )
         own.shutdown(socket.SHUT_RDWR)
 
 
@@ -321,26 +328,26 @@ def test_refuses_weights_of_another_model_before_they_are_sent(served, tmp_path)
         cfg = dataclasses.replace(CFG, **changes)
         other = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), glm5.abstract_params(cfg))
         for pusher in (
-            Network(cfg, [served.url], SMALL),
-            SharedStorage(cfg, tmp_path / str(number), [served.url], SMALL),
+            NetworkPusher(cfg, [served.url], SMALL),
+            SharedStoragePusher(cfg, tmp_path / str(number), [served.url], SMALL),
         ):
-            with pytest.raises(NotPushed) as caught:
+            with pytest.raises(PushFailed) as caught:
                 pusher.push(other, 1)
-            assert words in str(caught.value) and caught.value.refused
+            assert words in str(caught.value) and caught.value.is_refused
     assert served.bits == before and served.held == (0, None)
 
 
 def test_a_tree_of_another_config_is_refused_where_it_is(served):
     weights = {name: own for name, own in params().items() if name != "final_norm"}
     with pytest.raises(ValueError, match="missing: final_norm"):
-        Network(CFG, [served.url], SMALL).push(weights, 1)
+        NetworkPusher(CFG, [served.url], SMALL).push(weights, 1)
     with pytest.raises(ValueError, match="final_norm is missing"):
-        Reshard([made()]).push(weights, 1)
+        ReshardPusher([made()]).push(weights, 1)
     assert served.held == (0, None)
 
 
 def test_a_folder_that_was_changed_is_refused(served, tmp_path):
-    storage = SharedStorage(CFG, tmp_path, [], SMALL)
+    storage = SharedStoragePusher(CFG, tmp_path, [], SMALL)
     storage.push(params(), 1)
     before, file = served.bits, tmp_path / "1" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -371,7 +378,7 @@ def test_a_folder_that_was_changed_is_refused(served, tmp_path):
 
 
 def test_what_cannot_be_written_changes_nothing(served, tmp_path, monkeypatch):
-    storage = SharedStorage(CFG, tmp_path / "a", [served.url], SMALL)
+    storage = SharedStoragePusher(CFG, tmp_path / "a", [served.url], SMALL)
     storage.push(params(0), 1)
     before = served.bits
     usage = shutil.disk_usage(tmp_path)
@@ -381,7 +388,7 @@ def test_what_cannot_be_written_changes_nothing(served, tmp_path, monkeypatch):
             storage.push(params(1), 2)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        SharedStorage(CFG, tmp_path / "file" / "b", [served.url], SMALL).push(params(1), 2)
+        SharedStoragePusher(CFG, tmp_path / "file" / "b", [served.url], SMALL).push(params(1), 2)
     assert served.bits == before and served.held[0] == 1
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["1"]
 
@@ -390,7 +397,7 @@ def test_the_newest_versions_stay_and_half_written_ones_go(served, tmp_path):
     half = tmp_path / ".3.4711.partial"  # of a trainer that was killed while it wrote
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    storage = SharedStorage(CFG, tmp_path, [served.url], dataclasses.replace(SMALL, keep=2))
+    storage = SharedStoragePusher(CFG, tmp_path, [served.url], dataclasses.replace(SMALL, keep=2))
     for version in (3, 9, 10):
         pushed = storage.push(params(version % 3), version)
         assert served.held == (version, pushed.checksum)
@@ -398,12 +405,12 @@ def test_the_newest_versions_stay_and_half_written_ones_go(served, tmp_path):
     # Again, to an engine that was lost meanwhile.
     with serving() as other:
         storage.engines = (other.url,)
-        assert storage.push(params(1), 10).bytes == 0
+        assert storage.push(params(1), 10).sent_bytes == 0
         assert other.held == served.held and other.bits == served.bits
 
 
 def test_a_pushed_folder_is_served_with_its_version(tmp_path, monkeypatch):
-    SharedStorage(CFG, tmp_path, tokenizer=TOKENIZER).push(params(), 12)
+    SharedStoragePusher(CFG, tmp_path, tokenizer=TOKENIZER).push(params(), 12)
     monkeypatch.setattr(serve, "make_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
     options = dict(page_size=16, max_num_seqs=2, prefill_chunk=32, max_length=64)
     config = serve.ServeConfig(
@@ -415,17 +422,17 @@ def test_a_pushed_folder_is_served_with_its_version(tmp_path, monkeypatch):
     with serve.make_server(config).running() as url:
         one = Served(None, url)
         assert one.held == (12, None)
-        pushed = Network(CFG, [url], SMALL).push(params(), 13)
+        pushed = NetworkPusher(CFG, [url], SMALL).push(params(), 13)
         assert one.held == (13, pushed.checksum)
 
 
 def test_a_server_without_a_loader_takes_nothing_and_a_key_is_asked_for():
     with Server(made(), TOKENIZER, ServerConfig(port=0)).running() as url:
-        with pytest.raises(NotPushed, match="this server accepts no weights"):
-            Network(CFG, [url], SMALL).push(params(), 1)
+        with pytest.raises(PushFailed, match="this server accepts no weights"):
+            NetworkPusher(CFG, [url], SMALL).push(params(), 1)
     with serving(api_key="secret") as one:
-        with pytest.raises(NotPushed, match="the API key is missing or wrong"):
-            Network(CFG, [one.url], SMALL).push(params(), 1)
+        with pytest.raises(PushFailed, match="the API key is missing or wrong"):
+            NetworkPusher(CFG, [one.url], SMALL).push(params(), 1)
         config = dataclasses.replace(SMALL, api_key="secret")
-        assert Network(CFG, [one.url], config).push(params(), 1).lost == ()
+        assert NetworkPusher(CFG, [one.url], config).push(params(), 1).failed_engines == ()
         assert one.bits == loaded(params())

@@ -10,12 +10,13 @@ import pytest
 from glm5_jax.inference import runner
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.worker import Worker
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import Lazy, flatten, map_with_path
-from glm5_jax.rl.weights.pusher import NotPushed
-from glm5_jax.rl.weights.reshard import Reshard
-from glm5_jax.rl.weights.weight_sync import Network
+from glm5_jax.rl.weights.pusher import PushFailed
+from glm5_jax.rl.weights.reshard import ReshardPusher
+from glm5_jax.rl.weights.weight_sync import NetworkPusher
 from tests.rl.pushing import (
     CFG,
     NARROW,
@@ -33,15 +34,17 @@ from tests.rl.pushing import (
 @pytest.mark.slow
 def test_a_quantised_engine_quantises_what_is_pushed_as_it_was(tmp_path):
     held, cfg = table.quantise(params(0), CFG, 32)
-    engine = Engine(glm5.Glm5(cfg, params=held), TOKENIZER, **OPTIONS)
-    want = Engine(glm5.Glm5(cfg, params=table.quantise(params(1), CFG, 32)[0]), **OPTIONS)
+    engine = Engine(glm5.Glm5(cfg, params=held), TOKENIZER, EngineConfig(**OPTIONS))
+    want = Engine(
+        glm5.Glm5(cfg, params=table.quantise(params(1), CFG, 32)[0]), config=EngineConfig(**OPTIONS)
+    )
     worker = Worker(engine)
     worker.start()
-    Reshard([worker], SMALL).push(params(1), 1)
+    ReshardPusher([worker], SMALL).push(params(1), 1)
     worker.stop()
     assert bits(engine) == bits(want) != bits(made(cfg, held))
     turned, cfg = table.quantise(*rotation.rotate(params(0), CFG), 32)
-    engine = Engine(glm5.Glm5(cfg, params=turned), TOKENIZER, **OPTIONS)
+    engine = Engine(glm5.Glm5(cfg, params=turned), TOKENIZER, EngineConfig(**OPTIONS))
     with pytest.raises(ValueError, match="weights are rotated, those that came are not"):
         engine.update_weights(params(1), 1)
     with pytest.raises(ValueError, match="quantised otherwise than the engine's"):
@@ -98,8 +101,8 @@ def test_weights_that_break_off_half_way_end_the_engine(monkeypatch):
                 break
             time.sleep(0.05)
         assert told == {"status": "failed"}
-        with pytest.raises(NotPushed, match="the engine has ended"):
-            Network(CFG, [one.url], SMALL).push(params(), 2)
+        with pytest.raises(PushFailed, match="the engine has ended"):
+            NetworkPusher(CFG, [one.url], SMALL).push(params(), 2)
 
 
 @pytest.mark.slow
@@ -113,7 +116,7 @@ def test_a_push_is_no_other_program_to_an_engine_of_narrow_weights():
         return [(x.dtype, x.committed, x.weak_type) for x in leaves]
 
     before = kinds()
-    for number, way in enumerate((Reshard([engine]).push, engine.update_weights), 1):
+    for number, way in enumerate((ReshardPusher([engine]).push, engine.update_weights), 1):
         way(params(), number)
         assert kinds() == before
 
@@ -121,7 +124,7 @@ def test_a_push_is_no_other_program_to_an_engine_of_narrow_weights():
 def test_the_learner_may_write_over_its_weights_after_a_push():
     weights = jax.tree.map(jnp.copy, params())
     engine = made()
-    Reshard([engine]).push(weights, 1)
+    ReshardPusher([engine]).push(weights, 1)
     for leaf in jax.tree.leaves(weights):
         leaf.delete()
     assert bits(engine) == loaded(params())

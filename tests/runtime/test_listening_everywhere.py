@@ -26,7 +26,9 @@ def test_rejects_every_spelling_without_key(host):
     with pytest.raises(ValueError, match="every network reaches, and there is no API key"):
         ListenConfig(host=host)
     assert ListenConfig(host=host, api_key="secret").host == host
-    with pytest.raises(ValueError, match="give url, by which the hub reaches this service"):
+    with pytest.raises(
+        ValueError, match="give url, by which the orchestrator reaches this service"
+    ):
         ServiceConfig(host=host, api_key="secret")
 
 

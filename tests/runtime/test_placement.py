@@ -19,7 +19,9 @@ def server(name, *words, **more) -> Role:
 
 
 def test_what_a_role_needs_is_read_from_its_command():
-    role = server("hub", "--gateway={gateway.url}", "--engines={engine.urls}", after=["judge"])
+    role = server(
+        "orchestrator", "--gateway={gateway.url}", "--engines={engine.urls}", after=["judge"]
+    )
     assert role.needs == ("gateway", "engine", "judge")
     assert role.serves and Role(name="sglang", argv=["router"], port=30000).serves
     assert not Role(name="train", argv=["python", "{index}"]).serves
@@ -27,12 +29,17 @@ def test_what_a_role_needs_is_read_from_its_command():
 
 def test_roles_start_behind_those_they_need_and_otherwise_as_they_were_given():
     roles = [
-        server("hub", "{gateway.url}"),
+        server("orchestrator", "{gateway.url}"),
         server("gateway", "{engine.urls}"),
         server("judge"),
         server("engine", count=2),
     ]
-    assert [r.name for r in topological_order(roles)] == ["judge", "engine", "gateway", "hub"]
+    assert [r.name for r in topological_order(roles)] == [
+        "judge",
+        "engine",
+        "gateway",
+        "orchestrator",
+    ]
 
 
 def test_only_words_in_braces_are_filled_in():

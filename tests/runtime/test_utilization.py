@@ -37,8 +37,8 @@ def test_spans_and_shares_follow_from_the_moments(tmp_path):
 
 
 def test_what_came_before_and_what_is_being_written_are_left_out(tmp_path):
-    written(tmp_path, "hub", (1, 1, 1, 0), (5, 1, 1, 1), (6, 1, 0, 2))
-    with open(tmp_path / utilization.FOLDER / "hub.jsonl", "a") as file:
+    written(tmp_path, "orchestrator", (1, 1, 1, 0), (5, 1, 1, 1), (6, 1, 0, 2))
+    with open(tmp_path / utilization.FOLDER / "orchestrator.jsonl", "a") as file:
         file.write('{"time": 7, "pi')
     [own] = read_utilization(tmp_path, begin=5)
     assert (own.begin, own.end, own.cpu) == (5, 6, 1)

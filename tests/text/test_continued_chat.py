@@ -2,8 +2,9 @@
 
 import pytest
 
-from glm5_jax.text.chat import render_chat
+from glm5_jax.text.chat import begins_in_thinking, render_chat
 from glm5_jax.text.layouts import VARIANTS
+from glm5_jax.text.messages import ChatError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.text.random_chats import Chats
 
@@ -40,3 +41,43 @@ def test_behind_a_call_comes_what_the_tool_answered():
     ]
     rest = render_chat(messages, TOKENIZER, clear_thinking=False, first=2)
     assert rest.text == "<|observation|><tool_response>4</tool_response><|assistant|><think>"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("thinking", [True, False])
+def test_continues_content_as_the_finished_reply_renders_it(variant, thinking):
+    chats, options = Chats(seed=5), {"enable_thinking": thinking, "variant": variant}
+    for _ in range(20):
+        messages, tools = chats.messages(), chats.tools()
+        reply = {"role": "assistant", "content": "To be", "reasoning_content": "I think."}
+        chat = [*messages, {"role": "user", "content": "Say."}, reply]
+        begun = render_chat(chat, TOKENIZER, tools=tools, continue_final=True, **options)
+        finished = [*chat[:-1], {**reply, "content": "To be or not."}]
+        closed = render_chat(finished, tools=tools, add_generation_prompt=False, **options).text
+        assert closed == begun.text + " or not."
+        assert TOKENIZER.decode(begun.ids) == begun.text
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_continues_reasoning_if_there_is_no_content(variant):
+    user = {"role": "user", "content": "2+2?"}
+    reply = {"role": "assistant", "content": "", "reasoning_content": "Two and"}
+    text = render_chat([user, reply], continue_final=True, variant=variant).text
+    assert text.endswith("<think>Two and") and begins_in_thinking(reply, False)
+    empty = {"role": "assistant", "content": ""}
+    for thinking in (True, False):
+        options = {"enable_thinking": thinking, "variant": variant}
+        prompt = render_chat([user], **options).text
+        assert render_chat([user, empty], continue_final=True, **options).text == prompt
+        assert begins_in_thinking(empty, thinking) == thinking
+
+
+def test_refuses_to_continue_users_and_calls():
+    user = {"role": "user", "content": "2+2?"}
+    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}
+    for messages, words in (
+        ([user], "message 0 has role 'user'"),
+        ([user, call], "has tool_calls"),
+    ):
+        with pytest.raises(ChatError, match=words):
+            render_chat(messages, continue_final=True)

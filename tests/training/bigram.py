@@ -1,4 +1,4 @@
-"""A real language model of one matrix, and data for it: what the loop's tests train."""
+"""Language model of one matrix and its data, for tests of the training loop."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def loss_of(params, batch):
 
 
 def step(state, batch):
-    """Adam with dropout drawn from the state's key and step; refuses updates that are not finite."""
+    """Runs Adam with dropout drawn from the state's key and step; skips updates that are not finite."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
     keep = jax.random.bernoulli(key, 0.9, (VOCAB, VOCAB))
 
@@ -50,7 +50,7 @@ def step(state, batch):
 
 
 class Loader:
-    """Batch i is drawn from seed and i; `bad` lists batches that make the loss infinite."""
+    """Loader whose batch i depends on seed and i; bad: numbers of batches with an infinite loss."""
 
     def __init__(self, seed: int = 0, bad=()):
         self.seed, self.position, self.bad = seed, 0, set(bad)

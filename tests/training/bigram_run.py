@@ -1,8 +1,8 @@
-"""One process's worth of a run of the bigram model; as a program, one that tests kill.
+"""Runs the bigram model, as a function or as a program that tests kill.
 
     python -m tests.training.bigram_run WORKDIR STEPS [BYTES]
 
-BYTES: from step 4 on, no file may grow beyond so many bytes, as if the disk were full.
+BYTES: limit of the size of files from step 4 on, like a full disk.
 """
 
 import resource
@@ -21,7 +21,7 @@ from tests.training import bigram
 
 
 def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n: 4, **settings):
-    """Resumes, trains, returns the last state. stop_at: the step at which a stop signal comes."""
+    """Resumes, trains and returns the last state. stop_at: step of a stop signal, 0 for none."""
     config = loop.TrainConfig(save_interval=3, eval_interval=4, sample_interval=0, **settings)
     loader = loader or bigram.Loader()
     with Store(workdir, config.keep) as store:
@@ -53,13 +53,13 @@ def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n
                 recorder=recorder,
                 evaluate=lambda state, n: {"held_out/loss": held_out(state)},
                 sample=lambda state, n: f"sample {n}",
-                stop=Nth(stop_at - done) if stop_at else stop,
+                stop=NthCheck(stop_at - done) if stop_at else stop,
             )
     return state
 
 
-class Nth:
-    """A stop signal that has come when it is asked for the nth time, once per step."""
+class NthCheck:
+    """Stop signal that is set at its nth check; there is one check per step."""
 
     def __init__(self, n: int):
         self.left = n
@@ -74,7 +74,7 @@ def held_out(state) -> float:
 
 
 class LimitedLoader(bigram.Loader):
-    """Takes the room on the disk away before its fourth batch."""
+    """Loader that limits the size of files before batch 4."""
 
     def next(self, batch_size: int) -> dict:
         if self.position == 4:

@@ -1,4 +1,4 @@
-"""How gradients of microbatches and devices are added up, told by objectives whose gradients are known."""
+"""Tests of the sums of gradients over microbatches and devices, with objectives of known gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,28 @@ from glm5_jax.training.accumulation import PREGATHERED, accumulate_gradients, ch
 from glm5_jax.training.gradients import gradient_function
 from glm5_jax.training.loss import LossParts
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.step import StepConfig, make_step
+from glm5_jax.training.step import make_step
+from glm5_jax.training.step_config import StepConfig
 from tests.mesh import cases
 
 CFG = cases.config("sparse", dtype="bfloat16")
 PATH, SHAPE = "embed/weight", (CFG.vocab_size, CFG.hidden_size)
 
 
-def told(max_logit=0.0) -> LossParts:
+def loss_parts(max_logit=0.0) -> LossParts:
     none = dict.fromkeys(LossParts._fields, jnp.float32(0))
     return LossParts(**none | {"max_logit": jnp.float32(max_logit), "parts": {}, "stats": {}})
 
 
 def gradient(sizes, mode, region=Region(), reduce_dtype=None, number=0, weight=jnp.ones(SHAPE)):
-    """Of microbatches that ask each number of a weight for one of the sizes; of devices but the first, for 1."""
+    """Returns the gradient of microbatches whose gradients are the sizes, or 1 on all devices but the first."""
 
     def objective(params, size, execution):
-        asked = region.size(("fsdp",)) * jnp.where(number == 0, size, 1.0)
-        return asked * jnp.sum(params["embed"]["weight"].astype(jnp.float32)), told()
+        scale = region.size(("fsdp",)) * jnp.where(number == 0, size, 1.0)
+        return scale * jnp.sum(params["embed"]["weight"].astype(jnp.float32)), loss_parts()
 
     execution = ExecutionConfig(reduce_dtype=reduce_dtype)
-    _, _, found = accumulate_gradients(
+    _, _, gradients = accumulate_gradients(
         objective,
         {PATH: weight},
         {},
@@ -43,18 +44,18 @@ def gradient(sizes, mode, region=Region(), reduce_dtype=None, number=0, weight=j
         region=region,
         mode=mode,
     )
-    return found[PATH]
+    return gradients[PATH]
 
 
 @pytest.mark.parametrize("mode", PREGATHERED)
-def test_microbatches_are_summed_wide(mode):
-    """256 + 1 is 256 in bfloat16, in which the weights are when they are whole."""
+def test_sums_microbatches_in_float32(mode):
+    """256 + 1 is 256 in bfloat16, the dtype of pregathered weights."""
     np.testing.assert_array_equal(gradient([256, *[1] * 60], mode), np.full(SHAPE, 316))
 
 
 @pytest.mark.parametrize(("reduce_dtype", "exact"), [(None, False), ("float32", True)])
-def test_devices_are_summed_as_the_plan_says(reduce_dtype, exact):
-    """256 and seven times 1."""
+def test_sums_devices_in_reduce_dtype(reduce_dtype, exact):
+    """The sum is 256 plus seven ones."""
     mesh = make_mesh(fsdp=8)
     region, spec = Region.of(mesh), P(None, "fsdp")
 
@@ -63,22 +64,22 @@ def test_devices_are_summed_as_the_plan_says(reduce_dtype, exact):
         return gradient([256], "local", region, reduce_dtype, number, weight)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    found = np.asarray(jax.jit(run)(jnp.ones(SHAPE)))
-    np.testing.assert_allclose(found, np.full(SHAPE, 263), rtol=0.03)
-    assert np.all(found == 263) == exact
+    total = np.asarray(jax.jit(run)(jnp.ones(SHAPE)))
+    np.testing.assert_allclose(total, np.full(SHAPE, 263), rtol=0.03)
+    assert np.all(total == 263) == exact
 
 
 @pytest.mark.parametrize("largest", [[-8, -9], [-8, 3]])
-def test_the_largest_logit_is_that_of_all_microbatches(largest):
+def test_max_logit_covers_all_microbatches(largest):
     def objective(params, logit, execution):
-        return jnp.sum(params["embed"]["weight"]), told(logit)
+        return jnp.sum(params["embed"]["weight"]), loss_parts(logit)
 
     args = {PATH: jnp.ones(SHAPE)}, {}, jnp.asarray(largest, jnp.float32)
     options = dict(cfg=CFG, execution=ExecutionConfig(), region=Region(), mode="sharded")
     assert accumulate_gradients(objective, *args, **options)[1].max_logit == max(largest)
 
 
-def test_parts_of_the_vocabulary_that_cannot_be_are_refused_beforehand():
+def test_rejects_too_small_vocab_block():
     mesh = make_mesh(expert=8)
     check_vocab_block(CFG, 8, "sharded", mesh)
     check_vocab_block(CFG, 1, "local", mesh)
@@ -86,13 +87,13 @@ def test_parts_of_the_vocabulary_that_cannot_be_are_refused_beforehand():
         gradient_function(CFG, StepConfig(vocab_block=4), mesh)
 
 
-def test_a_batch_must_have_rows_for_all_devices():
+def test_rejects_batch_smaller_than_mesh():
     run = gradient_function(CFG, StepConfig(rows_per_device=1), make_mesh(fsdp=8))
     half = {key: rows[:4] for key, rows in cases.batch().items()}
     with pytest.raises(ValueError, match="batch size 4 does not divide over the mesh axes"):
         jax.eval_shape(run, glm5.abstract_params(CFG), half, cases.RATES)
 
 
-def test_a_step_in_which_nothing_learns_is_refused():
+def test_rejects_freezing_all_weights():
     with pytest.raises(ValueError, match=r"frozen is \('',\), which freezes all weights"):
         make_step(CFG, StepConfig(), OptimizerConfig(frozen=("",)), lambda step: 1e-3)

@@ -1,4 +1,4 @@
-"""config.json: written whole, and a resumed run is held to it field by field."""
+"""Tests of config.json, and of its comparison when a run resumes."""
 
 import dataclasses
 import json
@@ -6,15 +6,16 @@ import json
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.training.experiment import ExperimentConfig, check_resume, choose, write_config
+from glm5_jax.training.experiment import check_resume, choose, write_config
 from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.pretraining import ExperimentConfig
 from glm5_jax.training.schedule import ScheduleConfig
 
 CONFIG = ExperimentConfig(model=presets.tiny())
 
 
-def changed(**parts) -> ExperimentConfig:
-    """CONFIG with fields of its parts changed: optimizer={"split": "whole"}."""
+def with_changes(**parts) -> ExperimentConfig:
+    """Returns CONFIG with changed fields, such as optimizer={"split": "whole"}."""
     new = {
         name: dataclasses.replace(getattr(CONFIG, name), **value)
         if isinstance(value, dict)
@@ -24,7 +25,7 @@ def changed(**parts) -> ExperimentConfig:
     return dataclasses.replace(CONFIG, **new)
 
 
-def test_the_config_comes_back_as_json(tmp_path):
+def test_writes_config_as_json(tmp_path):
     write_config(tmp_path / "new", CONFIG)
     [file] = (tmp_path / "new").iterdir()
     assert json.loads(file.read_text())["optimizer"]["muon_momentum"] == 0.95
@@ -47,14 +48,14 @@ def test_the_config_comes_back_as_json(tmp_path):
         ({"seed": 1, "data": {"seed": 3}}, "seed was 0, is 1; data.seed was 0, is 3"),
     ],
 )
-def test_what_is_trained_must_not_change_and_is_named(tmp_path, parts, named):
+def test_rejects_changed_config_on_resume(tmp_path, parts, message):
     write_config(tmp_path, CONFIG)
     with pytest.raises(ValueError, match="holds a run of another configuration") as error:
-        check_resume(tmp_path, changed(**parts))
-    assert named in str(error.value)
+        check_resume(tmp_path, with_changes(**parts))
+    assert message in str(error.value)
 
 
-def test_what_only_costs_time_or_memory_may_change(tmp_path):
+def test_accepts_changed_performance_options_on_resume(tmp_path):
     write_config(tmp_path, CONFIG)
     parts = {
         "train": {"steps": 7, "save_interval": 1, "keep": 9},
@@ -64,10 +65,10 @@ def test_what_only_costs_time_or_memory_may_change(tmp_path):
         "data": {"num_threads": 0, "prefetch_documents": 1},
         "step": {"rows_per_device": 2, "remat": "none", "reduce_dtype": "float32"},
     }
-    check_resume(tmp_path, changed(**parts))
+    check_resume(tmp_path, with_changes(**parts))
 
 
-def test_names_only_fields_that_exist_as_free_to_change():
+def test_changeable_fields_exist():
     def paths(config, at=""):
         for name, value in config.items():
             yield from paths(value, f"{at}{name}.") if isinstance(value, dict) else [f"{at}{name}"]
@@ -77,12 +78,12 @@ def test_names_only_fields_that_exist_as_free_to_change():
         assert any(path.startswith(free) for path in existing), free
 
 
-def test_a_run_is_as_long_as_its_schedule_unless_it_says_otherwise():
+def test_steps_default_to_schedule():
     schedule = ScheduleConfig(total_steps=30, warmup_steps=1)
     assert dataclasses.replace(CONFIG, schedule=schedule).steps == 30
     assert dataclasses.replace(CONFIG, schedule=schedule, train=TrainConfig(steps=4)).steps == 4
 
 
-def test_an_unknown_variant_lists_the_known_ones():
+def test_rejects_unknown_variant():
     with pytest.raises(ValueError, match="unknown variant 'x'; use one of a, b"):
         choose("x", {"a": lambda: CONFIG, "b": lambda: CONFIG})

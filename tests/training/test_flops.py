@@ -1,4 +1,4 @@
-"""Model FLOPs: matmuls are the active parameters, attention is the exact triangle."""
+"""Tests of the model FLOPs of matmuls, attention, indexers and MTP."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
+from glm5_jax.config import LoraConfig
 from glm5_jax.training import flops
 
 
@@ -14,21 +15,21 @@ def dense(cfg):
 
 
 def vectors(cfg):
-    """Parameters that multiply elementwise: norms."""
+    """Returns the number of parameters of norms, which multiply elementwise."""
     d = cfg.hidden_size
     per_layer = 2 * d + cfg.q_lora_rank + cfg.kv_lora_rank
     return cfg.num_hidden_layers * per_layer + d
 
 
 @pytest.mark.parametrize("name", ["tiny", "glm5", "glm4_7_flash"])
-def test_matmuls_are_twice_the_active_parameters(name):
+def test_matmul_flops_are_twice_active_parameters(name):
     cfg = dense(presets.get(name))
     n, hru = cfg.num_attention_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim
     one_token = flops.forward_flops(cfg, 1) - 2 * cfg.num_hidden_layers * n * hru
     assert one_token == 2 * (cfg.num_active_parameters - vectors(cfg))
 
 
-def test_attention_counts_every_visible_key_once():
+def test_counts_visible_keys_of_attention():
     cfg, t = presets.tiny(), 100
     n, hru = cfg.num_attention_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim
     i, j, k = cfg.index_n_heads, cfg.index_head_dim, cfg.index_topk
@@ -41,8 +42,8 @@ def test_attention_counts_every_visible_key_once():
     assert got == pytest.approx(per_key - at_one, rel=1e-12)
 
 
-def test_every_alternative_multiplies_with_its_weights_once():
-    """At one token a window is full attention, and a recurrence three products with its state."""
+def test_counts_weights_of_ablations_once():
+    """With one token a window is full attention, and a recurrence takes three products with its state."""
     for projections in ("mla", "gqa"):
         cfg = presets.ablation(projections)
         n, x, u = (
@@ -56,13 +57,13 @@ def test_every_alternative_multiplies_with_its_weights_once():
             ("simple_gdn", 3 * n * x * u, 0),
             ("gdn", 3 * n * x * u, 2 * n + u),
         ):
-            own = dataclasses.replace(cfg, layer_attention=(kind,) * 4)
+            model = dataclasses.replace(cfg, layer_attention=(kind,) * 4)
             vectors = 4 * (2 * cfg.hidden_size + norms + more) + cfg.hidden_size
-            want = 2 * (own.num_active_parameters - vectors + 4 * state)
-            assert flops.forward_flops(own, 1) == want, (projections, kind)
+            want = 2 * (model.num_active_parameters - vectors + 4 * state)
+            assert flops.forward_flops(model, 1) == want, (projections, kind)
 
 
-def test_a_window_counts_the_keys_that_it_holds_and_a_state_none():
+def test_counts_window_keys_and_no_keys_of_states():
     cfg, t = presets.ablation("window"), 100
     per_key = cfg.num_attention_heads * (20 + 12 + 24)
     seen = sum(min(q + 1, cfg.sliding_window) for q in range(t)) + sum(q + 1 for q in range(t))
@@ -72,7 +73,7 @@ def test_a_window_counts_the_keys_that_it_holds_and_a_state_none():
     assert flops.forward_flops(linear, 9) == flops.forward_flops(linear, 900)
 
 
-def test_sparse_attention_grows_only_by_its_scores():
+def test_sparse_attention_grows_by_index_scores_only():
     cfg = presets.glm5()
     score = cfg.index_n_heads * cfg.index_head_dim * cfg.num_hidden_layers
     growth = flops.forward_flops(cfg, 131072) - flops.forward_flops(cfg, 65536)
@@ -80,16 +81,16 @@ def test_sparse_attention_grows_only_by_its_scores():
     assert flops.forward_flops(dense(cfg), 131072) > 1.5 * flops.forward_flops(cfg, 131072)
 
 
-def test_shared_indexers_are_not_counted_twice():
+def test_counts_shared_indexers_once():
     shared = presets.glm5_2()
-    own = dataclasses.replace(shared, indexer_types=None)
+    model = dataclasses.replace(shared, indexer_types=None)
     q, d = shared.q_lora_rank, shared.hidden_size
     i, j = shared.index_n_heads, shared.index_head_dim
     saved = 2 * 57 * (q * i * j + d * j + d * i + i * j * (1 + 1) / 2)
-    assert flops.forward_flops(own, 1) - flops.forward_flops(shared, 1) == saved
+    assert flops.forward_flops(model, 1) - flops.forward_flops(shared, 1) == saved
 
 
-def test_mtp_steps_add_a_block_a_projection_and_a_head_each():
+def test_counts_block_projection_and_head_per_mtp_step():
     cfg = presets.tiny()
     d, v = cfg.hidden_size, cfg.vocab_size
     one = flops.forward_flops(cfg, 64, 1) - flops.forward_flops(cfg, 64)
@@ -99,13 +100,13 @@ def test_mtp_steps_add_a_block_a_projection_and_a_head_each():
 
 
 def indexers(cfg, mtp_steps, keys):
-    """Forward FLOPs of one token's index vectors and of its scores of so many keys."""
+    """Returns the forward FLOPs of one token's index vectors and of its scores of `keys` keys."""
     d, q, i, j = cfg.hidden_size, cfg.q_lora_rank, cfg.index_n_heads, cfg.index_head_dim
     layers = len(cfg.full_layers) + mtp_steps
     return 2 * layers * (q * i * j + d * j + d * i + i * j * keys)
 
 
-def test_a_step_is_three_forwards_but_for_the_selection():
+def test_step_is_three_forwards_without_selection():
     sparse, t = presets.tiny(), 64
     dense = dataclasses.replace(sparse, attention="dense")
     assert flops.train_flops(dense, t, 3) == 3 * flops.forward_flops(dense, t, 3)
@@ -114,7 +115,7 @@ def test_a_step_is_three_forwards_but_for_the_selection():
     assert flops.train_flops(sparse, t, 3) == pytest.approx(want, rel=1e-12)
 
 
-def test_indexers_learn_from_all_keys_and_then_from_the_selected_ones():
+def test_counts_indexer_training_of_both_stages():
     sparse, t, k = presets.tiny(), 64, presets.tiny().index_topk
     dense = dataclasses.replace(sparse, attention="dense")
     warm_up = flops.train_flops(dense, t, 1, trains_trunk=False, trains_indexers=True)
@@ -127,7 +128,7 @@ def test_indexers_learn_from_all_keys_and_then_from_the_selected_ones():
     assert learned == pytest.approx(2 * indexers(sparse, 1, attended), rel=1e-12)
 
 
-def test_glm5_needs_about_six_flops_per_active_parameter():
+def test_glm5_takes_about_six_flops_per_active_parameter():
     cfg = presets.glm5()
     assert flops.train_flops(cfg, 4096) == pytest.approx(6 * cfg.num_active_parameters, rel=0.25)
 
@@ -148,7 +149,7 @@ def test_knows_peaks_of_device_kinds():
 @pytest.mark.parametrize("indexers", [False, True])
 @pytest.mark.parametrize("trunk", [False, True])
 @pytest.mark.parametrize("name", ["tiny", "dense", "window", "recurrent"])
-def test_the_tokens_of_a_document_need_together_what_it_needs(name, trunk, indexers):
+def test_flops_of_tokens_sum_to_document(name, trunk, indexers):
     cfg, t = presets.tiny(), 100
     if name == "dense":
         cfg = dataclasses.replace(cfg, attention="dense")
@@ -160,3 +161,13 @@ def test_the_tokens_of_a_document_need_together_what_it_needs(name, trunk, index
     tokens = flops.token_train_flops(cfg, np.arange(t), 2, **options)
     assert tokens.shape == (t,)
     assert float(tokens.mean()) == pytest.approx(flops.train_flops(cfg, t, 2, **options), rel=1e-5)
+
+
+@pytest.mark.parametrize("t", [1, 7])
+def test_counts_no_gradients_of_weights_next_to_adapters(t):
+    cfg = dataclasses.replace(presets.tiny(), attention="dense")
+    adapted = dataclasses.replace(cfg, lora=LoraConfig(rank=4))
+    saved = flops.train_flops(cfg, t) - flops.train_flops(adapted, t)
+    # The products of a forward, which is linear in the mean number of keys: 1 and 2 for these lengths.
+    products = 2 * flops.forward_flops(cfg, 1) - flops.forward_flops(cfg, 3)
+    assert saved == pytest.approx(products)

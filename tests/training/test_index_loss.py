@@ -1,4 +1,4 @@
-"""What the indexers learn in the two stages of DSA: their loss, whom it moves and whom it leaves alone."""
+"""Tests of the indexers' loss in both stages of DSA, and of the weights that it trains."""
 
 import dataclasses
 import functools
@@ -14,7 +14,8 @@ from glm5_jax.parallel.flops import count_flops
 from glm5_jax.training.gradients import Rates, gradient_function, loss_function
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig, make_schedule
-from glm5_jax.training.step import StepConfig, make_step
+from glm5_jax.training.step import make_step
+from glm5_jax.training.step_config import StepConfig
 from pallas_kernels import blocks
 from tests.mesh import cases
 from tests.model import golden as goldens
@@ -23,7 +24,7 @@ from tests.oracles.attention import softmax
 
 RATES = Rates(np.float64(0.3), np.float64(0))
 ATTENTIONS = ("dense", "sparse")
-SHARED = "hf_tiny_b"  # of its layers some reuse the keys of the one before
+SHARED = "hf_tiny_b"  # some of its layers reuse the keys of the previous one
 
 
 def batch_of(golden):
@@ -40,25 +41,25 @@ def batch_of(golden):
 
 @functools.cache
 def program(attention: str, target: str, index_weight: float):
-    """Compiled parameters -> (objective, parts, gradients)."""
+    """Returns a compiled parameters -> (objective, parts, gradients)."""
     golden = goldens.load(SHARED)
-    cfg = dataclasses.replace(golden.as_float64()[0], attention=attention)
+    cfg = dataclasses.replace(golden.to_float64()[0], attention=attention)
     config = StepConfig(mtp_steps=0, remat="none", index_weight=index_weight, index_target=target)
     gradients = gradient_function(cfg, config)
     return jax.jit(lambda params: gradients(params, batch_of(golden), RATES))
 
 
 @functools.cache
-def found(attention: str, target: str, index_weight: float = 0.7):
-    """(objective, parts, gradients by path) in float64."""
-    _, params = goldens.load(SHARED).as_float64()
+def loss_and_gradients(attention: str, target: str, index_weight: float = 0.7):
+    """Returns (objective, parts, gradients by path) in float64."""
+    _, params = goldens.load(SHARED).to_float64()
     with jax.enable_x64(True):
         total, parts, grads = jax.device_get(program(attention, target, index_weight)(params))
     return total, parts, tree.flatten(grads)
 
 
 @functools.cache
-def traced(attention: str):
+def oracle_outputs(attention: str):
     golden = goldens.load(SHARED)
     config, weights = oracle.load(goldens.FOLDER / SHARED)
     batch = batch_of(golden)
@@ -67,8 +68,8 @@ def traced(attention: str):
 
 
 def divergence(attention: str, layer: int, indexer: int):
-    """Mean over tokens of KL(attention of a layer || softmax of an indexer's scores)."""
-    out = traced(attention)
+    """Returns the mean over tokens of KL(attention of a layer || softmax of an indexer's scores)."""
+    out = oracle_outputs(attention)
     keep, p = out["selected"][layer], out["attention"][layer]
     p = p / np.maximum(p.sum(-1, keepdims=True), 1e-300)
     guess = softmax(np.where(keep, out["index_scores"][indexer], -np.inf))
@@ -79,21 +80,21 @@ def divergence(attention: str, layer: int, indexer: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_an_indexer_learns_the_attention_of_its_own_layer(attention):
+def test_index_loss_of_each_layer_equals_oracle(attention):
     cfg = goldens.load(SHARED).cfg
     want = [0.0] * cfg.num_hidden_layers
     for place, layer in enumerate(cfg.full_layers):
         want[layer] = divergence(attention, layer, place)
-    _, parts, _ = found(attention, "own_layer")
+    _, parts, _ = loss_and_gradients(attention, "own_layer")
     np.testing.assert_allclose(parts.index_loss, want, rtol=1e-10)
     assert min(want[layer] for layer in cfg.full_layers) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_serving_indexer_learns_the_mean_of_the_layers_it_serves():
+def test_shared_index_loss_is_mean_over_layers():
     attention = "sparse"
     cfg = goldens.load(SHARED).cfg
-    _, parts, _ = found(attention, "shared_layers")
+    _, parts, _ = loss_and_gradients(attention, "shared_layers")
     want = []
     for layer in range(cfg.num_hidden_layers):
         place = sum(full <= layer for full in cfg.full_layers) - 1
@@ -103,8 +104,8 @@ def test_a_serving_indexer_learns_the_mean_of_the_layers_it_serves():
     np.testing.assert_allclose(parts.index_loss, want, rtol=1e-10)
 
 
-def test_index_loss_moves_indexers_alone():
-    """In a model of one layer; the slow tests have a golden's layers, some of which share a selection."""
+def test_index_loss_has_gradients_of_indexers_only():
+    """The model has one layer; the slow tests use a golden with shared selections."""
     cfg = cases.small("sparse")
     plain, with_loss = (
         jax.device_get(
@@ -132,10 +133,10 @@ def test_index_loss_moves_indexers_alone():
     ("attention", "target"),
     [("dense", "own_layer"), ("sparse", "own_layer"), ("sparse", "shared_layers")],
 )
-def test_neither_loss_reaches_the_other_s_weights(attention, target):
-    """Nor is the trunk's gradient another for the indexers' loss beside it, but for the order of sums."""
-    plain, _, without = found(attention, "own_layer", 0.0)
-    total, parts, grads = found(attention, target)
+def test_losses_of_trunk_and_indexers_are_separate(attention, target):
+    """The indexers' loss does not change the trunk's gradient, except for the order of sums."""
+    plain, _, without = loss_and_gradients(attention, "own_layer", 0.0)
+    total, parts, grads = loss_and_gradients(attention, target)
     np.testing.assert_allclose(total - plain, 0.7 * parts.index_loss.sum(), rtol=1e-9)
     for path, gradient in grads.items():
         if "indexer/" in path:
@@ -151,8 +152,8 @@ def test_neither_loss_reaches_the_other_s_weights(attention, target):
 @pytest.mark.parametrize(
     ("attention", "target"), [("dense", "own_layer"), ("sparse", "shared_layers")]
 )
-def test_the_gradient_of_the_indexers_is_the_slope(attention, target):
-    _, params = goldens.load(SHARED).as_float64()
+def test_index_gradients_equal_finite_differences(attention, target):
+    _, params = goldens.load(SHARED).to_float64()
     rng = np.random.default_rng(1)
     direction = {
         path: ("indexer/" in path) * rng.standard_normal(x.shape) * np.abs(x).mean()
@@ -166,12 +167,12 @@ def test_the_gradient_of_the_indexers_is_the_slope(attention, target):
 
     step = 1e-6
     slope = (moved(step) - moved(-step)) / (2 * step)
-    _, _, grads = found(attention, target)
+    _, _, grads = loss_and_gradients(attention, target)
     got = sum(np.sum(grads[path] * d) for path, d in direction.items())
     np.testing.assert_allclose(0.7 * slope, got, rtol=1e-5)
 
 
-def stage(attention: str, frozen=(), **changes):
+def make_stage_step(attention: str, frozen=(), **changes):
     still = {
         "index_target": "own_layer",
         "bias_update_rate": TwoPhaseConfig(before=0.0, after=0.0),
@@ -184,10 +185,10 @@ def stage(attention: str, frozen=(), **changes):
 
 
 @pytest.mark.slow
-def test_a_warm_up_moves_the_indexers_and_not_one_bit_of_the_trunk():
-    step = stage("dense", frozen=(r"^(?!.*indexer/)",))
+def test_warm_up_changes_indexers_only():
+    step = make_stage_step("dense", frozen=(r"^(?!.*indexer/)",))
     params = jax.tree.map(jnp.asarray, cases.params(cases.small("dense")))
-    # Adding a zero would change the sign of this one.
+    # Adding zero would change the sign of -0.0.
     params["embed"]["weight"] = params["embed"]["weight"].at[0, 0].set(-0.0)
     before = jax.device_get(tree.flatten(params))
     state, losses = step.initialise(jax.random.key(0), params), []
@@ -202,14 +203,14 @@ def test_a_warm_up_moves_the_indexers_and_not_one_bit_of_the_trunk():
     assert set(metrics["grad_norm"]) == {"indexer"}
 
 
-def test_nothing_is_kept_of_a_frozen_trunk():
-    """Neither momentum nor gradients: the optimiser's state is the indexers' alone."""
-    step = stage("dense", frozen=(r"^(?!.*indexer/)",))
+def test_frozen_trunk_has_no_optimizer_state():
+    """The optimizer's state belongs to the indexers only."""
+    step = make_stage_step("dense", frozen=(r"^(?!.*indexer/)",))
     moments = [p for p in tree.flatten(step.abstract["optimizer"]) if "embed" in p or "attn" in p]
     assert not moments
 
 
-def test_a_model_without_indexers_cannot_teach_them():
+def test_rejects_index_loss_without_indexer():
     cfg = dataclasses.replace(
         cases.config("dense"), index_topk=None, indexer_types=None, model_type="glm4_moe_lite"
     )
@@ -218,7 +219,7 @@ def test_a_model_without_indexers_cannot_teach_them():
 
 
 def largest_array(jaxpr) -> int:
-    """Elements of the largest array that exists while a jaxpr runs, kernels and loops included."""
+    """Returns the elements of the largest array of a jaxpr, including kernels and loops."""
     sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
     for eqn in jaxpr.eqns:
         for leaf in jax.tree.leaves(
@@ -230,9 +231,9 @@ def largest_array(jaxpr) -> int:
 
 
 @pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.slow), "sparse"])
-def test_no_array_holds_a_number_for_every_query_and_key(attention, monkeypatch):
-    """Not of a head, and no mask: jax keeps what a loop over layers computes of constants alone."""
-    monkeypatch.setattr(blocks, "EXTENTS", 1)  # lengths of keys, for less to trace
+def test_step_never_materializes_all_scores(attention, monkeypatch):
+    """Masks count too, because JAX would store those that a scan over layers computes from constants."""
+    monkeypatch.setattr(blocks, "EXTENTS", 1)  # one length of keys, to trace faster
     t = 2048
     cfg = cases.small(attention, max_position_embeddings=t)
     config = dataclasses.replace(
@@ -246,25 +247,24 @@ def test_no_array_holds_a_number_for_every_query_and_key(attention, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_stack_of_layers_that_borrow_their_keys_computes_no_loss():
-
+def test_layers_with_shared_keys_compute_no_index_loss():
     def flops(layers, weight):
         types = ("full", *("shared",) * (layers - 1))
         fields = dict(first_k_dense_replace=1, num_nextn_predict_layers=0, indexer_types=types)
         cfg = cases.config("dense", num_hidden_layers=layers, **fields)
-        whole = dict(query_block=cases.LENGTH, index_target="own_layer", remat="none")
-        config = dataclasses.replace(cases.STEP, index_weight=weight, **whole)
+        options = dict(query_block=cases.LENGTH, index_target="own_layer", remat="none")
+        config = dataclasses.replace(cases.STEP, index_weight=weight, **options)
         gradients = gradient_function(cfg, config)
         params = glm5.abstract_params(cfg, "float32")
         return count_flops(gradients, params, cases.batch(), cases.RATES, while_trips=1)
 
-    alone, many = (flops(layers, 1.0) - flops(layers, 0.0) for layers in (1, 4))
-    assert alone == many > 0
+    one_layer, four_layers = (flops(layers, 1.0) - flops(layers, 0.0) for layers in (1, 4))
+    assert one_layer == four_layers > 0
 
 
 @pytest.mark.slow
-def test_a_warm_up_that_remembers_nothing_computes_attention_once(monkeypatch):
-    """Its backward needs no forward again: what the indexers learned is kept."""
+def test_warm_up_with_full_remat_computes_attention_once(monkeypatch):
+    """The index gradients are stored, so the backward recomputes no attention."""
     monkeypatch.setattr(blocks, "EXTENTS", 2)
     t = 512
     cfg = cases.small("dense", max_position_embeddings=t)

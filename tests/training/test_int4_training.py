@@ -1,4 +1,4 @@
-"""A model trained as int4: its masters learn, and its files hold what it was trained as."""
+"""Tests of int4 training: updates of the master weights, and exported weights."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ CFG = cases.small("dense", int4_group=4)
 
 @pytest.fixture(scope="module")
 def trained():
-    """The weights before and after three steps, and the losses."""
+    """Returns the weights before and after three steps, and the losses."""
     config = dataclasses.replace(cases.STEP, index_weight=0.0, remat="none")
     rates = ScheduleConfig(kind="constant", peak=1e-4, warmup_steps=0, total_steps=3)
     step = make_step(CFG, config, OptimizerConfig(ns_dtype="float32"), make_schedule(rates))
@@ -33,36 +33,36 @@ def trained():
     return flatten(before), state["params"], losses
 
 
-def imitated(w):
+def fake_quantized(w):
     return np.asarray(jax.jit(quant.quantize_dequantize, static_argnums=1)(w, CFG.int4_group))
 
 
 @pytest.mark.slow
-def test_masters_move_by_less_than_int4_can_show_and_the_loss_falls(trained):
-    """Weights that were rounded where they are stored would stay where they are at this rate."""
+def test_master_weights_move_below_int4_resolution(trained):
+    """At this learning rate weights stored as int4 would never change."""
     before, params, losses = trained
     for path, w in flatten(params).items():
         if "/experts/" not in path:
             continue
         moved = np.abs(w - before[path])
         assert 0 < moved.max() < 1e-3, path
-        assert np.any(w != imitated(w)), path
-        still = imitated(w) == imitated(before[path])
-        assert 0 < still.mean() < 1 and (moved[still] > 0).any(), path
+        assert np.any(w != fake_quantized(w)), path
+        same_int4 = fake_quantized(w) == fake_quantized(before[path])
+        assert 0 < same_int4.mean() < 1 and (moved[same_int4] > 0).any(), path
     assert losses[2] < losses[1] < losses[0]
 
 
-def test_files_hold_what_training_computes_with(tmp_path):
+def test_exported_int4_weights_equal_training_weights(tmp_path):
     params = cases.params(CFG)
     save_hf(params, tmp_path / "out", cfg=CFG)
     model = load_hf(tmp_path / "out")
     assert model.cfg == CFG
     loaded = flatten(glm5.params_of(model))
     for path, w in flatten(params).items():
-        want = imitated(w) if "/experts/" in path else np.asarray(w)
+        want = fake_quantized(w) if "/experts/" in path else np.asarray(w)
         assert np.asarray(loaded[path]).tobytes() == want.tobytes(), path
         if "/experts/" in path:
-            assert imitated(loaded[path]).tobytes() == want.tobytes(), path
+            assert fake_quantized(loaded[path]).tobytes() == want.tobytes(), path
     tokens = cases.batch()["token_ids"][:2]
     plain = dataclasses.replace(CFG, int4_group=None)
     run = jax.jit(lambda p, c: glm5.forward(p, tokens, c).logits, static_argnums=1)

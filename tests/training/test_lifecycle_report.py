@@ -1,4 +1,4 @@
-"""The page of all stages: what each was given and what it made of it, from their folders alone."""
+"""Tests of the page of all stages, which is made from their folders."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from glm5_jax.metrics.metrics_log import MetricsLog
 from glm5_jax.training import lifecycle_report, report
 
 
-def make(folder, *, checkpoint=None, held_out=(), losses=(), indexer=(), attention="dense"):
+def make_stage(folder, *, checkpoint=None, held_out=(), losses=(), indexer=(), attention="dense"):
     with MetricsLog(folder) as log:
         for step, value in held_out:
             log.write({"step": step, report.HELD_OUT: value})
@@ -27,8 +27,8 @@ def make(folder, *, checkpoint=None, held_out=(), losses=(), indexer=(), attenti
 
 @pytest.fixture
 def stages(tmp_path):
-    first = make(tmp_path / "pretrain", held_out=[(40, 2.0)], losses=[5.0] * 4 + [3.0] * 36)
-    second = make(
+    first = make_stage(tmp_path / "pretrain", held_out=[(40, 2.0)], losses=[5.0] * 4 + [3.0] * 36)
+    second = make_stage(
         tmp_path / "dsa_<warm>up",
         checkpoint=first,
         held_out=[(0, 2.5), (20, 2.25)],
@@ -39,7 +39,7 @@ def stages(tmp_path):
     return tmp_path, [first, second]
 
 
-def test_a_stage_is_known_by_its_first_and_last_numbers(stages):
+def test_reads_first_and_last_values_of_stages(stages):
     first, second = map(lifecycle_report.read_stage, stages[1])
     assert (first.checkpoint, first.held_out, first.indexer) == (None, (None, 2.0), None)
     assert first.loss == (5.0, 3.0)
@@ -48,7 +48,7 @@ def test_a_stage_is_known_by_its_first_and_last_numbers(stages):
     assert (second.tokens, second.sequence_length, second.attention) == (2000, 2048, "sparse")
 
 
-def test_the_page_names_every_stage_and_links_to_its_own(stages):
+def test_page_lists_and_links_stages(stages):
     workdir, folders = stages
     page = lifecycle_report.write_page(workdir, folders).read_text()
     rows = re.findall(r"<tr>(.*?)</tr>", page)
@@ -61,43 +61,43 @@ def test_the_page_names_every_stage_and_links_to_its_own(stages):
     assert page.count("<svg") == 3
 
 
-def test_rewards_and_skills_are_shown(stages):
+def test_page_shows_rewards_and_skills(stages):
     workdir, folders = stages
-    taught = workdir / "rl"
-    with MetricsLog(taught) as log:
+    rl = workdir / "rl"
+    with MetricsLog(rl) as log:
         for step, value in ((0, 0.25), (10, 0.75)):
             log.write({"step": step, report.HELD_OUT_REWARD: value})
         log.write({"step": 10, report.REWARD: 0.5, "tokens": 10})
     config = {"checkpoint": str(folders[1]), "model": {"attention": "sparse"}, "length": 96}
-    (taught / "config.json").write_text(json.dumps(config))
-    found = lifecycle_report.read_stage(taught)
-    assert found.reward == (0.25, 0.75) and found.sequence_length == 96
-    assert "Skills" not in lifecycle_report.write_page(workdir, [*folders, taught]).read_text()
+    (rl / "config.json").write_text(json.dumps(config))
+    result = lifecycle_report.read_stage(rl)
+    assert result.reward == (0.25, 0.75) and result.sequence_length == 96
+    assert "Skills" not in lifecycle_report.write_page(workdir, [*folders, rl]).read_text()
     matrix = {"sums": {"sft": 0.5, "rl": 0.875}, "a <b>": {"sft": 0.0, "rl": 1.0}}
-    samples = {"sums": {"asked": "1+1?", "sft": "<think>two</think>2", "rl": "2"}}
-    found = {"rewards": matrix, "samples": samples}
-    (workdir / lifecycle_report.SKILLS).write_text(json.dumps(found))
-    page = lifecycle_report.write_page(workdir, [*folders, taught]).read_text()
+    samples = {"sums": {"prompt": "1+1?", "sft": "<think>two</think>2", "rl": "2"}}
+    skills = {"rewards": matrix, "samples": samples}
+    (workdir / lifecycle_report.SKILLS).write_text(json.dumps(skills))
+    page = lifecycle_report.write_page(workdir, [*folders, rl]).read_text()
     assert "0.250 → 0.750" in page and page.count("<svg") == 4
     assert "<tr><td>skill</td><td>sft</td><td>rl</td></tr>" in page
     assert "<tr><td>sums</td><td>0.500</td><td>0.875</td></tr>" in page and "a &lt;b&gt;" in page
     assert "sums: 1+1?" in page and "<td>sft</td><td>&lt;think&gt;two&lt;/think&gt;2</td>" in page
 
 
-def test_a_stage_that_has_not_begun_leaves_its_numbers_out(stages):
+def test_page_shows_stage_without_steps(stages):
     workdir, folders = stages
-    started = make(workdir / "next", checkpoint=folders[1])
+    started = make_stage(workdir / "next", checkpoint=folders[1])
     page = lifecycle_report.write_page(workdir, [*folders, started]).read_text()
     assert lifecycle_report.read_stage(started).loss is None
     assert ">next</a>" in page
 
 
-def test_one_stage_follows_the_other_along_the_tokens(stages, monkeypatch):
-    drawn = []
+def test_chart_concatenates_stages_by_tokens(stages, monkeypatch):
+    charts = []
     monkeypatch.setattr(
-        lifecycle_report.charts, "line_chart", lambda series, **_: drawn.append(series) or ""
+        lifecycle_report.charts, "line_chart", lambda series, **_: charts.append(series) or ""
     )
     lifecycle_report.write_page(*stages)
-    held_out = dict((name, (x, y)) for name, x, y in drawn[1])
+    held_out = dict((name, (x, y)) for name, x, y in charts[1])
     assert held_out["pretrain"] == ([4000], [2.0])
     assert held_out["dsa_<warm>up"] == ([4000, 6000], [2.5, 2.25])

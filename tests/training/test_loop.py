@@ -1,4 +1,4 @@
-"""The loop: resume, stop, skip, and that an interrupted run equals an unbroken one bitwise."""
+"""Tests of the training loop: resuming, stopping and skipping steps."""
 
 import os
 import pathlib
@@ -22,13 +22,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def losses(workdir) -> list:
-    """Every (step, loss) as written, exactly."""
+    """Returns all logged (step, name, loss)."""
     rows = metrics_log.read(workdir)
     names = ("loss/total", "held_out/loss")
     return [(r["step"], n, r[n]) for r in rows for n in names if n in r]
 
 
-def same(a, b) -> bool:
+def is_equal(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
@@ -38,7 +38,7 @@ def unbroken(tmp_path_factory):
     return workdir, run(workdir)
 
 
-def test_it_learns_records_every_step_and_keeps_the_newest_checkpoints(unbroken):
+def test_trains_logs_steps_and_keeps_newest_checkpoints(unbroken):
     workdir, state = unbroken
     steps, values = metrics_log.column(metrics_log.read(workdir), "loss/total")
     assert steps == list(range(1, 13))
@@ -50,30 +50,30 @@ def test_it_learns_records_every_step_and_keeps_the_newest_checkpoints(unbroken)
 
 
 @pytest.mark.parametrize("stops", [pytest.param((4,), marks=pytest.mark.slow), (2, 3, 7)])
-def test_stopping_and_resuming_is_bitwise_the_unbroken_run(unbroken, tmp_path, stops):
-    whole, last = unbroken
+def test_resumed_run_equals_unbroken_run_bitwise(unbroken, tmp_path, stops):
+    workdir, last = unbroken
     for at in stops:
         run(tmp_path, stop_at=at)
         with Store(tmp_path) as store:
-            assert store.latest == at  # it saved before it stopped
-    assert same(run(tmp_path), last)
-    assert losses(tmp_path) == losses(whole)
+            assert store.latest == at  # a stopped run saves
+    assert is_equal(run(tmp_path), last)
+    assert losses(tmp_path) == losses(workdir)
 
 
-def test_a_finished_run_trains_no_further(unbroken, tmp_path):
-    whole, last = unbroken
-    before = losses(whole)
-    assert same(run(whole), last)
-    assert losses(whole) == before
+def test_finished_run_does_not_train(unbroken, tmp_path):
+    workdir, last = unbroken
+    before = losses(workdir)
+    assert is_equal(run(workdir), last)
+    assert losses(workdir) == before
 
 
-def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(unbroken, tmp_path):
-    whole, last = unbroken
+def test_longer_run_continues_shorter_run(unbroken, tmp_path):
+    workdir, last = unbroken
     run(tmp_path, steps=6)
-    assert same(run(tmp_path, steps=12), last)
+    assert is_equal(run(tmp_path, steps=12), last)
 
 
-def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
+def test_counts_skipped_steps(tmp_path):
     state = run(tmp_path, loader=bigram.Loader(bad=(1, 5, 6)))
     rows = metrics_log.read(tmp_path)
     assert metrics_log.column(rows, "skipped")[1][-1] == 3
@@ -81,21 +81,21 @@ def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state["params"]))
 
 
-def test_the_count_of_skipped_steps_survives_a_restart(tmp_path):
+def test_count_of_skipped_steps_survives_restart(tmp_path):
     run(tmp_path, loader=bigram.Loader(bad=(0, 2, 3)), stop_at=4)
     with pytest.raises(TrainingStopped, match="3 times in a row and 4 times in all"):
         run(tmp_path, loader=bigram.Loader(bad=(0, 2, 3, 4)), max_consecutive_skipped=2)
 
 
 @pytest.mark.parametrize("limit", [{"max_skipped": 2}, {"max_consecutive_skipped": 2}])
-def test_too_many_skipped_steps_stop_the_run_and_name_the_last_good_checkpoint(tmp_path, limit):
+def test_stops_after_too_many_skipped_steps(tmp_path, limit):
     with pytest.raises(Diverged, match=r"step 7: .* last good checkpoint is .*/6$"):
         run(tmp_path, loader=bigram.Loader(bad=(4, 5, 6, 7, 8, 9)), **limit)
     with Store(tmp_path) as store:
         assert store.latest == 6
 
 
-def test_data_that_cannot_be_read_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
+def test_stops_on_unreadable_data(tmp_path):
     class Torn(bigram.Loader):
         def next(self, batch_size):
             if self.position == 7:
@@ -109,24 +109,24 @@ def test_data_that_cannot_be_read_stops_the_run_and_names_the_last_good_checkpoi
     assert not isinstance(error.value, Diverged)
 
 
-def test_a_run_that_never_was_finite_says_that_nothing_is_saved(tmp_path):
+def test_stops_without_checkpoint_if_never_finite(tmp_path):
     with pytest.raises(TrainingStopped, match="no checkpoint is complete yet"):
         run(tmp_path, loader=bigram.Loader(bad=range(12)), max_consecutive_skipped=1)
 
 
-def test_the_batch_may_grow_and_tokens_are_counted(tmp_path):
+def test_counts_tokens_of_growing_batch(tmp_path):
     run(tmp_path, sizes=lambda seen: 2 if seen < 5 * 18 else 8)
     rows = metrics_log.read(tmp_path)
     assert metrics_log.column(rows, "tokens")[1][-1] == 9 * (5 * 2 + 7 * 8)
 
 
-def test_rarer_logging_leaves_out_rows_but_not_the_last_checkpoint(tmp_path):
+def test_log_interval_skips_rows(tmp_path):
     run(tmp_path, log_interval=5)
     rows = metrics_log.read(tmp_path)
     assert metrics_log.column(rows, "loss/total")[0] == [5, 10]
 
 
-def test_refuses_settings_that_make_no_sense():
+def test_train_config_rejects_invalid_values():
     for field in ("steps", "log_interval", "keep", "eval_batches", "baseline_tokens"):
         with pytest.raises(ValueError, match=f"{field} is 0"):
             loop.TrainConfig(**{field: 0})
@@ -134,9 +134,9 @@ def test_refuses_settings_that_make_no_sense():
         loop.TrainConfig(save_interval=-1)
 
 
-def child(workdir, steps, *more):
+def start_process(workdir, steps, *more):
     command = [sys.executable, "-m", "tests.training.bigram_run", str(workdir), str(steps), *more]
-    # A child that may not write files could not write its coverage either.
+    # A process with limited file sizes could not write its coverage either.
     env = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     return subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -144,7 +144,7 @@ def child(workdir, steps, *more):
 
 
 def wait_for_row(workdir, step, process):
-    """Returns once the child has written a row of that step."""
+    """Waits until the process has logged that step."""
     end = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < end:
         if step in metrics_log.column(metrics_log.read(workdir), "loss/total")[0]:
@@ -154,20 +154,23 @@ def wait_for_row(workdir, step, process):
 
 
 @pytest.mark.slow
-def test_killed_twice_in_the_middle_it_still_equals_the_unbroken_run(tmp_path):
-    for step in (7, 20):  # a save every three steps: each kill comes just after one was begun
-        process = child(tmp_path / "killed", 40)
+def test_killed_run_equals_unbroken_run(tmp_path):
+    for step in (
+        7,
+        20,
+    ):  # saves start every three steps, so each kill is just after the start of one
+        process = start_process(tmp_path / "killed", 40)
         wait_for_row(tmp_path / "killed", step, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
     last = run(tmp_path / "killed", 40)
-    assert same(last, run(tmp_path / "whole", 40))
+    assert is_equal(last, run(tmp_path / "whole", 40))
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_sigterm_saves_and_exits_cleanly(tmp_path):
-    process = child(tmp_path, 100_000)
+    process = start_process(tmp_path, 100_000)
     wait_for_row(tmp_path, 5, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -177,9 +180,11 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", ["3000", "500"])  # a checkpoint needs more; so do the rows
-def test_a_disk_that_fills_keeps_the_last_good_checkpoint_and_says_so(tmp_path, room):
-    process = child(tmp_path, 100, room)
+@pytest.mark.parametrize(
+    "max_file_bytes", ["3000", "500"]
+)  # smaller than a checkpoint; smaller than the log
+def test_full_disk_preserves_last_checkpoint(tmp_path, max_file_bytes):
+    process = start_process(tmp_path, 100, max_file_bytes)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     [error] = [line for line in output.splitlines() if line.startswith("error:")]
@@ -187,6 +192,6 @@ def test_a_disk_that_fills_keeps_the_last_good_checkpoint_and_says_so(tmp_path, 
     assert "the disk is full" in error
     assert f"the last good checkpoint is {tmp_path}/checkpoints/3" in error
     assert losses(tmp_path)[-1][0] >= 4
-    run(tmp_path, 6)  # with room again it goes on
+    run(tmp_path, 6)  # without the limit it continues
     with Store(tmp_path) as store:
         assert store.latest == 6

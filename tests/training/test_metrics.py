@@ -1,4 +1,4 @@
-"""The recorder: rows, throughput, limits."""
+"""Tests of the recorder: rows and throughput."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from glm5_jax.training.metrics import Counters, Recorder
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test sets: clock[0] is the time."""
+    """Replaces the clock; clock[0] is its time."""
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     return now
@@ -32,7 +32,7 @@ def record(tmp_path, capsys, feed, **settings):
     return metrics_log.read(tmp_path), "".join(capsys.readouterr())
 
 
-def test_throughput_leaves_out_compiling_and_pauses(tmp_path, capsys, clock):
+def test_throughput_excludes_compilation_and_pauses(tmp_path, capsys, clock):
     def feed(recorder):
         for step in range(1, 5):
             clock[0] += 100.0 if step == 1 else 2.0  # the first step compiles
@@ -52,7 +52,7 @@ def test_throughput_leaves_out_compiling_and_pauses(tmp_path, capsys, clock):
     assert "step 1/9  loss 1.0000" in out
 
 
-def test_a_new_batch_size_compiles_and_is_left_out_too(tmp_path, capsys, clock):
+def test_throughput_excludes_first_step_of_batch_size(tmp_path, capsys, clock):
     def feed(recorder):
         for step, tokens in enumerate((50, 50, 100, 100), 1):
             clock[0] += 2.0 if step % 2 == 0 else 70.0
@@ -63,7 +63,7 @@ def test_a_new_batch_size_compiles_and_is_left_out_too(tmp_path, capsys, clock):
     assert [row.get("speed/tokens_per_second") for row in rows] == [None, 25.0, None, 50.0]
 
 
-def test_without_a_known_peak_there_is_no_mfu(tmp_path, capsys):
+def test_logs_no_mfu_without_known_peak(tmp_path, capsys):
     def feed(recorder):
         for step in (1, 2):
             recorder.add(step, 50, values())
@@ -73,7 +73,7 @@ def test_without_a_known_peak_there_is_no_mfu(tmp_path, capsys):
     assert "speed/mfu" not in rows[1] and "speed/model_tflops_per_second" in rows[1]
 
 
-def test_parts_and_layers_become_columns(tmp_path, capsys):
+def test_logs_nested_metrics_and_notes(tmp_path, capsys):
     def feed(recorder):
         recorder.add(1, 50, values(3.0))
         recorder.settle()
@@ -87,12 +87,12 @@ def test_parts_and_layers_become_columns(tmp_path, capsys):
 
 
 @pytest.fixture
-def late(monkeypatch):
-    """Steps that have not ended when the next one is sent off."""
+def unfinished_steps(monkeypatch):
+    """Makes steps run until the next one is started."""
     monkeypatch.setattr(metrics, "is_ready", lambda value: False)
 
 
-def test_a_step_is_waited_for_when_the_next_is_under_way(tmp_path, capsys, late):
+def test_waits_for_step_after_starting_next(tmp_path, capsys, unfinished_steps):
     def feed(recorder):
         recorder.add(1, 50, values())
         assert recorder.counters.tokens == 0
@@ -105,23 +105,23 @@ def test_a_step_is_waited_for_when_the_next_is_under_way(tmp_path, capsys, late)
     record(tmp_path, capsys, feed)
 
 
-@pytest.mark.parametrize("ends", ["at once", "later"])
-def test_each_step_has_its_own_time(tmp_path, capsys, clock, ends, monkeypatch):
-    """Whether the device has done it when it is sent off or while the next one is; the last is waited for alone."""
-    monkeypatch.setattr(metrics, "is_ready", lambda value: ends == "at once")
+@pytest.mark.parametrize("completes", ["at once", "later"])
+def test_measures_time_of_each_step(tmp_path, capsys, clock, completes, monkeypatch):
+    """Times are right whether the device completes a step immediately or during the next one."""
+    monkeypatch.setattr(metrics, "is_ready", lambda value: completes == "at once")
 
     def feed(recorder):
         for step in range(1, 5):
             clock[0] += 2.0
             recorder.add(step, 50, values())
-        clock[0] += 2.0 * (ends == "later")
+        clock[0] += 2.0 * (completes == "later")
         recorder.settle()
 
     rows, _ = record(tmp_path, capsys, feed)
     assert [row.get("speed/tokens_per_second") for row in rows] == [None, 25.0, 25.0, 25.0]
 
 
-def test_skipped_steps_are_written_whatever_the_interval(tmp_path, capsys):
+def test_logs_skipped_steps_at_any_interval(tmp_path, capsys):
     def feed(recorder):
         for step in range(1, 6):
             recorder.add(step, 50, values(skipped=step == 3))

@@ -1,4 +1,4 @@
-"""Muon Split on one device: which blocks there are, and what one step does to each."""
+"""Tests of Muon Split on one device: its blocks, and one step of each."""
 
 import dataclasses
 
@@ -15,11 +15,11 @@ from glm5_jax.training import muon
 from glm5_jax.training.muon import layout_of, newton_schulz, orthogonalize, scale_by_muon
 from tests.oracles import muon as oracle
 
-# A quintic that converges to exact orthogonality, where the public one stops at 0.68 .. 1.13.
+# A quintic that converges to exact orthogonality, while the public one stops at 0.68 .. 1.13.
 CONVERGING = {"coefficients": (15 / 8, -10 / 8, 3 / 8), "steps": 40}
 
 
-def draw(*shape, seed=0):
+def random_array(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
@@ -29,7 +29,7 @@ def apply(letters, updates, **options):
 
 
 TINY = presets.tiny()
-ALTERNATIVE = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
+ABLATION = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
 BLOCKS = [  # model, path, split, number of blocks, size of each
     (TINY, "moe_layers/attn/q_a", "head", 3, (128, 96)),
     (TINY, "moe_layers/attn/q_b", "head", 3 * 8, (96, 32)),
@@ -49,21 +49,21 @@ BLOCKS = [  # model, path, split, number of blocks, size of each
     (TINY, "mtp/block/attn/o", "head", 1, (8 * 24, 128)),
     (TINY, "mtp/block/experts/up", "head", 16, (128, 64)),
     (TINY, "mtp/block/router/weight", "head", 1, (128, 16)),
-    (ALTERNATIVE, "moe_layers/attn/q", "head", 3 * 8, (128, 32)),
-    (ALTERNATIVE, "moe_layers/attn/k", "head", 3 * 4, (128, 32)),
-    (ALTERNATIVE, "moe_layers/attn/v", "head", 3 * 4, (128, 24)),
-    (ALTERNATIVE, "mtp/block/attn/v", "head", 4, (128, 24)),
-    (ALTERNATIVE, "moe_layers/attn/k", "whole", 3, (128, 4 * 32)),
-    (ALTERNATIVE, "moe_layers/attn/o", "head", 3, (8 * 24, 128)),
-    (ALTERNATIVE, "moe_layers/gdn/a", "head", 3, (128, 8)),
-    (ALTERNATIVE, "moe_layers/gdn/gate", "head", 3, (128, 8 * 24)),
+    (ABLATION, "moe_layers/attn/q", "head", 3 * 8, (128, 32)),
+    (ABLATION, "moe_layers/attn/k", "head", 3 * 4, (128, 32)),
+    (ABLATION, "moe_layers/attn/v", "head", 3 * 4, (128, 24)),
+    (ABLATION, "mtp/block/attn/v", "head", 4, (128, 24)),
+    (ABLATION, "moe_layers/attn/k", "whole", 3, (128, 4 * 32)),
+    (ABLATION, "moe_layers/attn/o", "head", 3, (8 * 24, 128)),
+    (ABLATION, "moe_layers/gdn/a", "head", 3, (128, 8)),
+    (ABLATION, "moe_layers/gdn/gate", "head", 3, (128, 8 * 24)),
 ]
 
 
-def test_cuts_every_kind_of_weight_into_blocks():
+def test_layouts_divide_weights_into_blocks():
     trees = {
         cfg: (tree.flatten(glm5.axis_letters(cfg)), tree.flatten(glm5.abstract_params(cfg)))
-        for cfg in (TINY, ALTERNATIVE)
+        for cfg in (TINY, ABLATION)
     }
     for cfg, path, split, number, block in BLOCKS:
         letters, shapes = trees[cfg]
@@ -72,28 +72,28 @@ def test_cuts_every_kind_of_weight_into_blocks():
         assert np.prod(shape) == number * np.prod(block), (path, split)
 
 
-def test_blocks_are_the_slices_that_the_letters_name():
-    x = draw(2, 6, 3, 4)
+def test_blocks_are_slices_of_named_dimensions():
+    x = random_array(2, 6, 3, 4)
     blocks = np.asarray(layout_of("attn/q_b", "l q n hr").to_blocks(jnp.asarray(x)))
     np.testing.assert_array_equal(blocks, [x[i, :, j] for i in range(2) for j in range(3)])
-    whole = layout_of("attn/o", "l n u d").to_blocks(jnp.asarray(x)).reshape(2, 18, 4)
-    np.testing.assert_array_equal(whole, x.reshape(2, 18, 4))
+    merged = layout_of("attn/o", "l n u d").to_blocks(jnp.asarray(x)).reshape(2, 18, 4)
+    np.testing.assert_array_equal(merged, x.reshape(2, 18, 4))
 
 
-def test_refuses_what_is_no_stack_of_matrices():
+def test_layout_rejects_non_matrices():
     for letters in ("l d", "d", "l e d f", "t d f h"):
         with pytest.raises(ValueError, match="some/norm .* is not a stack of matrices"):
             layout_of("some/norm", letters)
 
 
-def test_an_unknown_split_is_refused():
+def test_layout_rejects_unknown_split():
     with pytest.raises(ValueError, match="split is 'heads'; use 'head' or 'whole'"):
         layout_of("attn/q_b", "q n hr", "heads")
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 64), (2, 64, 24), (3, 32, 32), (1, 1, 5)])
-def test_newton_schulz_is_the_quintic_on_the_singular_values(shape):
-    x = draw(*shape)
+def test_newton_schulz_equals_oracle(shape):
+    x = random_array(*shape)
     got = newton_schulz(jnp.asarray(x), oracle.PUBLIC_COEFFICIENTS, 5)
     want = [oracle.newton_schulz(m) for m in x]
     np.testing.assert_allclose(got, want, atol=2e-5)
@@ -102,24 +102,24 @@ def test_newton_schulz_is_the_quintic_on_the_singular_values(shape):
     np.testing.assert_allclose(other, want, atol=2e-5)
 
 
-def test_newton_schulz_agrees_with_optax():
-    x = jnp.asarray(draw(24, 64))
+def test_newton_schulz_equals_optax():
+    x = jnp.asarray(random_array(24, 64))
     plain = optax.contrib.scale_by_muon(beta=0.0, nesterov=False)
     want, _ = plain.update(x, plain.init(x))
     got = newton_schulz(x[None], oracle.PUBLIC_COEFFICIENTS, 5)[0]
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_newton_schulz_ignores_the_length_and_keeps_zeros():
-    x = jnp.asarray(draw(2, 12, 20))
+def test_newton_schulz_ignores_scale_and_preserves_zeros():
+    x = jnp.asarray(random_array(2, 12, 20))
     y = newton_schulz(x, oracle.PUBLIC_COEFFICIENTS, 5)
     small = newton_schulz(x * 2.0**-30, oracle.PUBLIC_COEFFICIENTS, 5)
     np.testing.assert_array_equal(small, y)
     assert not newton_schulz(0 * x, oracle.PUBLIC_COEFFICIENTS, 5).any()
 
 
-def test_a_stack_larger_than_the_limit_is_worked_off_in_chunks(monkeypatch):
-    x = jnp.asarray(draw(7, 6, 10))
+def test_newton_schulz_runs_large_stacks_in_chunks(monkeypatch):
+    x = jnp.asarray(random_array(7, 6, 10))
     want = newton_schulz(x, oracle.PUBLIC_COEFFICIENTS, 5)
     monkeypatch.setattr(muon, "MAX_ELEMENTS", 3 * 60)
     got = newton_schulz(x, oracle.PUBLIC_COEFFICIENTS, 5)
@@ -128,8 +128,8 @@ def test_a_stack_larger_than_the_limit_is_worked_off_in_chunks(monkeypatch):
     assert "f32[3,6,10]" in chunked and "f32[7,6,6]" not in chunked
 
 
-def test_singular_values_of_every_head_are_near_one():
-    letters, x = {"attn": {"q_b": "q n hr"}}, {"attn": {"q_b": draw(64, 8, 24)}}
+def test_orthogonalizes_each_head():
+    letters, x = {"attn": {"q_b": "q n hr"}}, {"attn": {"q_b": random_array(64, 8, 24)}}
 
     def singular_values(split):
         y = np.asarray(apply(letters, x, split=split)["attn"]["q_b"])
@@ -142,12 +142,12 @@ def test_singular_values_of_every_head_are_near_one():
 
 
 def test_split_equals_an_independent_muon_per_head():
-    x = draw(2, 16, 5, 12)
-    together = apply({"attn": {"k_b": "l c n h"}}, {"attn": {"k_b": x}})["attn"]["k_b"]
+    x = random_array(2, 16, 5, 12)
+    split_update = apply({"attn": {"k_b": "l c n h"}}, {"attn": {"k_b": x}})["attn"]["k_b"]
     for layer in range(2):
         for head in range(5):
-            alone = apply({"w": "c h"}, {"w": x[layer, :, head]})["w"]
-            np.testing.assert_allclose(together[layer, :, head], alone, atol=2e-6)
+            single = apply({"w": "c h"}, {"w": x[layer, :, head]})["w"]
+            np.testing.assert_allclose(split_update[layer, :, head], single, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_split_equals_an_independent_muon_per_head():
         ("router/weight", "d e", (24, 24)),
     ],
 )
-def test_update_rms_is_two_tenths_whatever_the_shape(path, letters, shape):
-    updates, letters = tree.unflatten({path: draw(*shape)}), tree.unflatten({path: letters})
+def test_update_rms_is_constant_over_shapes(path, letters, shape):
+    updates, letters = tree.unflatten({path: random_array(*shape)}), tree.unflatten({path: letters})
     exact = jax.tree.leaves(apply(letters, updates, **CONVERGING))[0]
     assert np.sqrt(np.mean(np.square(exact))) == pytest.approx(0.2, rel=1e-3)
     public = jax.tree.leaves(apply(letters, updates))[0]
@@ -169,18 +169,20 @@ def test_update_rms_is_two_tenths_whatever_the_shape(path, letters, shape):
     np.testing.assert_allclose(other, public * 2.5, rtol=1e-5)
 
 
-def test_bfloat16_iterates_in_bfloat16_and_returns_the_updates_dtype():
-    letters, x = {"w": "d f"}, {"w": draw(32, 48)}
+def test_bfloat16_iteration_returns_dtype_of_updates():
+    letters, x = {"w": "d f"}, {"w": random_array(32, 48)}
     exact, rounded = apply(letters, x)["w"], apply(letters, x, dtype="bfloat16")["w"]
     assert rounded.dtype == jnp.float32
     error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
     assert 1e-4 < error < 0.03
 
 
-def test_weights_of_one_shape_keep_their_own_updates():
+def test_stacks_weights_of_equal_shape():
     letters = {"experts": {"gate": "l e d f", "up": "l e d f"}, "shared": {"up": "d f"}}
     shapes = {"experts": {"gate": (2, 3, 8, 12), "up": (1, 3, 8, 12)}, "shared": {"up": (8, 12)}}
-    x = jax.tree.map(lambda s: draw(*s, seed=s[0]), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    x = jax.tree.map(
+        lambda s: random_array(*s, seed=s[0]), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
     y = apply(letters, x)
     for path, leaf in tree.flatten(x).items():
         got = np.asarray(tree.flatten(y)[path]).reshape(-1, 8, 12)
@@ -190,13 +192,13 @@ def test_weights_of_one_shape_keep_their_own_updates():
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_follows_the_formula_over_several_steps(nesterov):
+def test_momentum_equals_oracle(nesterov):
     letters = {"w": "d f"}
     tx = scale_by_muon(letters, momentum=0.8, nesterov=nesterov, dtype="float32")
     state = tx.init({"w": jnp.zeros((10, 16))})
     momentum = np.zeros((10, 16))
     for step in range(4):
-        g = draw(10, 16, seed=step) * 10.0**step
+        g = random_array(10, 16, seed=step) * 10.0**step
         updates, state = tx.update({"w": jnp.asarray(g)}, state)
         want, momentum = oracle.muon_step(
             np.zeros((10, 16)), momentum, g, rate=-1.0, beta=0.8, nesterov=nesterov, decay=0.0
@@ -204,7 +206,7 @@ def test_momentum_follows_the_formula_over_several_steps(nesterov):
         np.testing.assert_allclose(updates["w"], want, atol=3e-5)
 
 
-def test_the_only_state_is_float32_momentum():
+def test_state_is_float32_momentum():
     tx = scale_by_muon({"w": "d f"})
     state = tx.init({"w": jnp.zeros((4, 6), jnp.bfloat16)})
     updates, state = tx.update({"w": jnp.ones((4, 6), jnp.bfloat16)}, state)

@@ -1,4 +1,4 @@
-"""The optimiser: every weight in one group, and what each group does with its gradients."""
+"""Tests of the optimizer: the groups of weights and their update rules."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from glm5_jax.training.optimizer import (
 from tests.oracles import muon as oracle
 
 RATE = 0.01
-SMALL = {  # one weight of every kind, under its real name
+SMALL = {  # one weight of every kind, by its path
     "embed/weight": ("v d", (12, 6)),
     "final_norm": ("d", (6,)),
     "moe_layers/attn_norm": ("l d", (2, 6)),
@@ -33,16 +33,16 @@ SMALL = {  # one weight of every kind, under its real name
 LETTERS = tree.unflatten({path: letters for path, (letters, _) in SMALL.items()})
 
 
-def draw(seed, scale=1.0):
+def random_weights(seed, scale=1.0):
     rng = np.random.default_rng(seed)
     flat = {p: scale * rng.standard_normal(shape) for p, (_, shape) in SMALL.items()}
     return tree.unflatten({p: jnp.asarray(x, jnp.float32) for p, x in flat.items()})
 
 
 def run(config, gradients, rate=RATE, params=None):
-    """Parameters (flat) after one step per tree of gradients."""
+    """Returns the flat parameters after one step per tree of gradients."""
     tx = make_optimizer(config, LETTERS)
-    params = draw(0) if params is None else params
+    params = random_weights(0) if params is None else params
     state = tx.init(params)
     for g in gradients:
         updates, state = tx.update(g, state, params)
@@ -50,12 +50,12 @@ def run(config, gradients, rate=RATE, params=None):
     return tree.flatten(params)
 
 
-def exact(**changes):
+def float32_config(**changes):
     return dataclasses.replace(OptimizerConfig(ns_dtype="float32"), **changes)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_the_table_covers_every_weight_of_every_preset(name):
+def test_patterns_cover_all_weights_of_presets(name):
     cfg = presets.get(name)
     letters = glm5.axis_letters(cfg)
     groups = tree.flatten(groups_of(OptimizerConfig(), letters))
@@ -71,13 +71,13 @@ def test_the_table_covers_every_weight_of_every_preset(name):
             assert path in ("embed/weight", "lm_head/weight") or len(letter.split()) <= 2
 
 
-def test_biases_of_the_attention_are_covered():
+def test_groups_attention_biases_to_adamw():
     cfg = dataclasses.replace(presets.tiny(), attention_bias=True)
     groups = tree.flatten(groups_of(OptimizerConfig(), glm5.axis_letters(cfg)))
     assert groups["moe_layers/attn/q_a_bias"] == groups["moe_layers/attn/o_bias"] == "adamw"
 
 
-def test_groups_of_the_alternatives():
+def test_groups_weights_of_ablations():
     cfg = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
     letters = glm5.axis_letters(cfg)
     groups = tree.flatten(groups_of(OptimizerConfig(), letters))
@@ -96,7 +96,7 @@ def test_gives_lm_head_to_muon_on_request():
         make_optimizer(OptimizerConfig(lm_head="sgd"), letters)
 
 
-def test_groups_of_the_house():
+def test_groups_weights_of_glm5():
     groups = tree.flatten(groups_of(OptimizerConfig(), glm5.axis_letters(presets.tiny())))
     muon = "router/weight attn/q_a attn/q_b attn/kv_a attn/k_b attn/v_b attn/o experts/up shared/up"
     assert {groups[f"moe_layers/{path}"] for path in muon.split()} == {"muon"}
@@ -106,21 +106,21 @@ def test_groups_of_the_house():
     assert groups["mtp/block/indexer/weights"] == "indexer"
 
 
-def test_a_weight_that_no_pattern_covers_is_named():
+def test_rejects_weight_without_pattern():
     with pytest.raises(ValueError, match="no pattern covers moe_layers/attn/q_c"):
         groups_of(OptimizerConfig(), {"moe_layers": {"attn": {"q_c": "l d q"}}})
 
 
-def test_a_frozen_pattern_without_a_weight_is_named():
+def test_rejects_frozen_pattern_without_weight():
     with pytest.raises(ValueError, match="frozen pattern 'indxer/' matches no weight"):
         groups_of(OptimizerConfig(frozen=("indxer/",)), LETTERS)
 
 
-def test_steps_follow_the_formulas():
-    """Every leaf against the oracle, with no constant at its default and gradients that show each."""
+def test_steps_equal_oracle():
+    """No constant has its default, and the gradients are such that each one matters."""
     constants = {"beta": 0.8, "nesterov": False, "rms": 0.3, "decay": 0.2, "steps": 4}
     constants["coefficients"] = (2.0, -1.5, 0.5)
-    config = exact(
+    config = float32_config(
         muon_momentum=0.8,
         muon_nesterov=False,
         muon_rms=0.3,
@@ -132,10 +132,10 @@ def test_steps_follow_the_formulas():
         adam_eps=1e-2,
         clip_norm=3.0,
     )
-    gradients = [draw(1, 10.0), draw(2, 0.01), draw(3, 1.0)]
+    gradients = [random_weights(1, 10.0), random_weights(2, 0.01), random_weights(3, 1.0)]
     got = run(config, gradients)
 
-    want = {p: np.asarray(x, np.float64) for p, x in tree.flatten(draw(0)).items()}
+    want = {p: np.asarray(x, np.float64) for p, x in tree.flatten(random_weights(0)).items()}
     first = {p: np.zeros_like(x) for p, x in want.items()}
     second = {p: np.zeros_like(x) for p, x in want.items()}
     adamw = ["embed/weight", "final_norm", "moe_layers/attn_norm"]
@@ -160,7 +160,7 @@ def test_steps_follow_the_formulas():
         np.testing.assert_allclose(x, want[path], atol=2e-6, err_msg=path)
 
 
-def test_the_defaults_are_the_papers():
+def test_defaults_equal_paper():
     default = OptimizerConfig()
     assert (default.muon_momentum, default.muon_nesterov, default.muon_rms) == (0.95, True, 0.2)
     assert (default.split, default.ns_steps, default.weight_decay) == ("head", 5, 0.1)
@@ -169,25 +169,30 @@ def test_the_defaults_are_the_papers():
     assert default.clip_norm == 1.0
 
 
-def test_the_split_reaches_the_up_projections_alone():
-    split, whole = (run(exact(split=s), [draw(1)]) for s in ("head", "whole"))
-    changed = {path for path in split if not np.array_equal(split[path], whole[path])}
+def test_split_changes_up_projections_only():
+    by_head, by_matrix = (
+        run(float32_config(split=s), [random_weights(1)]) for s in ("head", "whole")
+    )
+    changed = {p for p in by_head if not np.array_equal(by_head[p], by_matrix[p])}
     assert changed == {"moe_layers/attn/q_b"}
 
 
-def test_frozen_weights_stay_bitwise_and_have_no_state():
-    config = exact(frozen=("^(?!.*indexer/)",))  # the indexer's warm-up: the trunk stands still
-    after, before = run(config, [draw(1), draw(2)]), tree.flatten(draw(0))
+def test_frozen_weights_have_no_state_and_do_not_change():
+    config = float32_config(frozen=("^(?!.*indexer/)",))  # as in the indexer's warm-up
+    after, before = (
+        run(config, [random_weights(1), random_weights(2)]),
+        tree.flatten(random_weights(0)),
+    )
     for path in SMALL:
         assert np.array_equal(after[path], before[path]) == ("indexer/" not in path)
-    state = make_optimizer(config, LETTERS).init(draw(0))
+    state = make_optimizer(config, LETTERS).init(random_weights(0))
     assert all("indexer" in path or path.endswith("count") for path in tree.flatten(state))
 
 
-def test_the_state_is_momentum_moments_and_counts_in_float32():
-    state = make_optimizer(OptimizerConfig(), LETTERS).init(draw(0))
+def test_state_holds_float32_moments_and_counts():
+    state = make_optimizer(OptimizerConfig(), LETTERS).init(random_weights(0))
     for path, x in tree.flatten(state).items():
-        assert x.size > 0 and "router/bias" not in path  # Orbax refuses arrays of size zero
+        assert x.size > 0 and "router/bias" not in path  # Orbax rejects arrays of size zero
         if path.endswith("count"):
             assert (x.shape, x.dtype) == ((), jnp.int32)
         else:
@@ -198,8 +203,8 @@ def test_the_state_is_momentum_moments_and_counts_in_float32():
     assert sum(x.size for x in jax.tree.leaves(state) if x.ndim) == muon + 2 * rest
 
 
-def test_gradient_norms_by_group():
-    gradients = draw(1)
+def test_gradient_norms_are_per_group():
+    gradients = random_weights(1)
     norms = gradient_norms(gradients, groups_of(OptimizerConfig(), LETTERS))
     flat = tree.flatten(gradients)
     want = {
@@ -213,7 +218,7 @@ def test_gradient_norms_by_group():
         assert norms[group] == pytest.approx(np.linalg.norm(vector), rel=1e-5)
 
 
-def test_names_values_that_cannot_work():
+def test_optimizer_rejects_invalid_values():
     for field, value in (
         ("muon_momentum", 1.0),
         ("adam_b1", -0.1),
@@ -229,18 +234,18 @@ def test_names_values_that_cannot_work():
         ("matrices", "sgd"),
     ):
         with pytest.raises(ValueError, match=f"{field} is"):
-            make_optimizer(exact(**{field: value}), LETTERS)
+            make_optimizer(float32_config(**{field: value}), LETTERS)
 
 
-def test_adamw_takes_the_matrices_too():
-    """Every group of `matrices="adamw"` is AdamW's, clipped as one, and no momentum of Muon's is kept."""
-    config = exact(matrices="adamw", clip_norm=1.0)
+def test_adamw_updates_matrices_on_request():
+    """With `matrices="adamw"` matrices are clipped with the other weights, and no group uses Muon."""
+    config = float32_config(matrices="adamw", clip_norm=1.0)
     groups = tree.flatten(groups_of(config, LETTERS))
     assert set(groups.values()) == {"adamw", "indexer", "frozen"}
     assert groups["moe_layers/attn/q_b"] == groups["moe_layers/experts/down"] == "adamw"
-    g = {p: np.asarray(x, np.float64) for p, x in tree.flatten(draw(1)).items()}
+    g = {p: np.asarray(x, np.float64) for p, x in tree.flatten(random_weights(1)).items()}
     paths = [p for p, group in groups.items() if group == "adamw"]
-    got, before = run(config, [draw(1)]), tree.flatten(draw(0))
+    got, before = run(config, [random_weights(1)]), tree.flatten(random_weights(0))
     for path, clipped in zip(paths, oracle.clip([g[p] for p in paths], 1.0)):
         want, *_ = oracle.adamw_step(
             np.asarray(before[path], np.float64), 0.0, 0.0, 1, clipped, RATE, 0.9, 0.95, 1e-8,

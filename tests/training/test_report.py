@@ -1,4 +1,4 @@
-"""The report: everything from the workdir's files, escaped, whole or half-finished."""
+"""Tests of the report, which is made from the files of a run, complete or not."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from glm5_jax import presets
 from glm5_jax.metrics.metrics_log import MetricsLog
 from glm5_jax.training import report
 
-NASTY = '<script>alert("x")</script> & ROMEO:'
+UNSAFE = '<script>alert("x")</script> & ROMEO:'
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def workdir(tmp_path):
         log.write({"step": 40, report.HELD_OUT: 1.9})
     (tmp_path / "samples").mkdir()
     for step in (20, 100, 40):
-        (tmp_path / "samples" / f"{step}.txt").write_text(f"{NASTY} {step}")
+        (tmp_path / "samples" / f"{step}.txt").write_text(f"{UNSAFE} {step}")
     config = {"name": "a <name>", "model": dataclasses.asdict(presets.tiny())}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
 
-def test_the_summary_holds_the_final_numbers(workdir):
+def test_summary_shows_final_values(workdir):
     summary = report.summarise(workdir)
     assert (summary.step, summary.tokens) == (40, 40 * 512)
     assert summary.loss == pytest.approx(sum(4 - s / 40 for s in range(21, 41)) / 20)
@@ -63,7 +63,7 @@ def test_the_summary_holds_the_final_numbers(workdir):
     assert text.endswith(str(workdir / "report" / "index.html"))
 
 
-def test_baselines_of_a_part_of_the_text_say_so(workdir):
+def test_reports_number_of_baseline_tokens(workdir):
     assert "baselines: unigram 3.400, bigram 2.500)" in str(report.summarise(workdir))
     with MetricsLog(workdir, 40) as log:
         log.write({"step": 40, "baseline/tokens": 16_777_216})
@@ -76,7 +76,7 @@ def test_baselines_of_a_part_of_the_text_say_so(workdir):
 
 
 class Checker(HTMLParser):
-    """Collects tags, and fails on anything that would be fetched or run."""
+    """Parser that collects tags and fails on anything that a browser would fetch or run."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Checker(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_is_self_contained_and_shows_everything(workdir):
+def test_page_is_self_contained_and_complete(workdir):
     path = report.write_page(workdir)
     assert path == workdir / "report" / "index.html"
     page = Checker()
@@ -107,7 +107,7 @@ def test_the_page_is_self_contained_and_shows_everything(workdir):
         "1.900",
         "bigram baseline",
         "30.0%",
-        f"{NASTY} 20",
+        f"{UNSAFE} 20",
         "Held-out bits per byte",
         "Training loss, nats per token",
         "Learning rate",
@@ -124,7 +124,7 @@ def test_the_page_is_self_contained_and_shows_everything(workdir):
     assert words.index("step 100") < words.index("step 40") < words.index("step 20")
 
 
-def test_a_run_that_has_hardly_begun_has_a_page_too(tmp_path):
+def test_writes_page_after_one_step(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with MetricsLog(tmp_path) as log:
         log.write({"step": 1, "loss/ce": float("nan"), "loss/total": float("nan")})

@@ -1,4 +1,4 @@
-"""Learning rate, batch ramp and the values that switch after 15T tokens."""
+"""Tests of the learning rate, the batch ramp and the values that change after 15T tokens."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def rates(config, steps):
     return np.asarray(jax.vmap(make_schedule(config))(jnp.asarray(steps)))
 
 
-def test_pretraining_warms_up_and_falls_along_a_cosine():
+def test_cosine_warms_up_and_decays():
     config = ScheduleConfig(warmup_steps=10, total_steps=111)
     got = rates(config, np.arange(130))
     warm = [2e-4 * (i + 1) / 11 for i in range(10)]
@@ -33,26 +33,26 @@ def test_pretraining_warms_up_and_falls_along_a_cosine():
 
 
 @pytest.mark.parametrize(("peak", "end"), [(4e-5, 1e-5), (5e-3, 2e-4)])
-def test_linear_falls_from_peak_to_end(peak, end):
+def test_linear_decays_from_peak_to_end(peak, end):
     config = ScheduleConfig(kind="linear", peak=peak, end=end, warmup_steps=0, total_steps=51)
     got = rates(config, np.arange(60))
     want = [peak + (end - peak) * i / 50 for i in range(51)] + [end] * 9
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def test_constant_stays_at_its_peak():
+def test_constant_equals_peak():
     config = ScheduleConfig(kind="constant", peak=1e-5, warmup_steps=0, total_steps=5)
     np.testing.assert_allclose(rates(config, np.arange(9)), 1e-5, rtol=1e-6)
 
 
-def test_the_default_is_the_papers():
+def test_default_schedule_equals_paper():
     config = ScheduleConfig()
     assert (config.kind, config.peak, config.end) == ("cosine", 2e-4, 4e-5)
     assert config.total_steps == num_steps(BatchRampConfig(), int(27e12))
     assert 0.004 < config.warmup_steps / config.total_steps < 0.01
 
 
-def test_a_run_of_one_step_has_a_rate():
+def test_one_step_has_peak_rate():
     one = ScheduleConfig(warmup_steps=0, total_steps=1)
     np.testing.assert_allclose(rates(one, np.arange(3)), [2e-4, 4e-5, 4e-5], rtol=1e-5)
 
@@ -67,12 +67,12 @@ def test_a_run_of_one_step_has_a_rate():
         ({"end": -1e-5}, "end -1e-05 not negative"),
     ],
 )
-def test_values_that_cannot_work_are_named(changes, match):
+def test_schedule_rejects_invalid_values(changes, match):
     with pytest.raises(ValueError, match=match):
         make_schedule(ScheduleConfig(**changes))
 
 
-def test_batches_grow_from_16m_to_64m_tokens_over_500b():
+def test_default_batch_grows_from_16m_to_64m_tokens():
     ramp = BatchRampConfig()
     assert batch_tokens(ramp, 0) == 16 * 2**20
     assert batch_tokens(ramp, 250_000_000_000) == 32 * 2**20
@@ -83,7 +83,7 @@ def test_batches_grow_from_16m_to_64m_tokens_over_500b():
     assert batch_tokens(ramp, 500_000_000_000) == batch_tokens(ramp, 10**13) == 64 * 2**20
 
 
-def test_steps_agree_with_walking_the_ramp():
+def test_num_steps_equals_simulated_ramp():
     ramp = BatchRampConfig(start=8, end=32, ramp_tokens=300, multiple=4)
     seen, sizes = 0, []
     for step in range(60):
@@ -94,7 +94,7 @@ def test_steps_agree_with_walking_the_ramp():
     assert sizes == sorted(sizes) and set(sizes) == {8, 12, 16, 20, 24, 28, 32}
 
 
-def test_a_constant_batch_is_a_ramp_of_no_tokens():
+def test_ramp_of_no_tokens_is_constant():
     flat = BatchRampConfig(start=12, end=12, ramp_tokens=0, multiple=4)
     assert (batch_tokens(flat, 0), num_steps(flat, 60), num_steps(flat, 61)) == (12, 5, 6)
 
@@ -102,12 +102,12 @@ def test_a_constant_batch_is_a_ramp_of_no_tokens():
 @pytest.mark.parametrize(
     ("start", "end", "match"), [(10, 32, "multiples of 4"), (8, 4, "rise"), (0, 4, "rise")]
 )
-def test_a_ramp_that_cannot_work_is_named(start, end, match):
+def test_ramp_rejects_invalid_sizes(start, end, match):
     with pytest.raises(ValueError, match=match):
         batch_tokens(BatchRampConfig(start=start, end=end, ramp_tokens=300, multiple=4), 0)
 
 
-def test_bias_and_mtp_switch_after_15t_tokens():
+def test_bias_rate_and_mtp_weight_change_after_15t_tokens():
     for config, before, after in ((bias_update_rate(), 1e-3, 0.0), (mtp_weight(), 0.3, 0.1)):
         value = jax.jit(lambda tokens, config=config: value_at(config, tokens))
         for tokens, want in ((0.0, before), (14.9e12, before), (15e12, after), (27e12, after)):

@@ -1,4 +1,4 @@
-"""The train step itself: what it moves, what a bad batch leaves alone, what it reports."""
+"""Tests of the train step: its updates, skipped batches and metrics."""
 
 import dataclasses
 import functools
@@ -12,12 +12,13 @@ from glm5_jax.parallel import tree
 from glm5_jax.training.gradients import loss_function
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig, make_schedule
-from glm5_jax.training.step import StepConfig, make_step
+from glm5_jax.training.step import make_step
+from glm5_jax.training.step_config import StepConfig
 from tests.mesh import cases
 
 BIAS_RATE = 1e-2
 TOKENS = cases.ROWS * cases.LENGTH
-SWITCHES = {  # both after two steps
+TWO_PHASES = {  # both change after two steps
     "bias_update_rate": TwoPhaseConfig(before=BIAS_RATE, after=0.0, tokens=2 * TOKENS),
     "mtp_weight": TwoPhaseConfig(before=0.3, after=0.0, tokens=2 * TOKENS),
 }
@@ -38,58 +39,60 @@ def build(rows_per_device: int | None = None, frozen=()):
         mtp_steps=MTP_STEPS,
         query_block=cases.LENGTH,
         remat="none",
-        **SWITCHES,
+        **TWO_PHASES,
     )
     optimizer = OptimizerConfig(ns_dtype="float32", frozen=frozen)
     return make_step(CFG, config, optimizer, RATES)
 
 
-def start(step):
+def initial_state(step):
     params = jax.tree.map(jnp.asarray, cases.params(CFG))
     return step.initialise(jax.random.key(0), params)
 
 
-def steps(step, batches):
-    """States (host copies, the first one included) and metrics of a step per batch."""
-    state = start(step)
+def run_steps(step, batches):
+    """Returns host copies of all states, with the initial one, and metrics of one step per batch."""
+    state = initial_state(step)
     states, metrics = [jax.device_get(state)], []
     for batch in batches:
-        state, found = step.train(state, batch)
+        state, values = step.train(state, batch)
         states.append(jax.device_get(state))
-        metrics.append(jax.device_get(found))
+        metrics.append(jax.device_get(values))
     return states, metrics
 
 
-def broken():
+def nan_batch():
     batch = dict(cases.batch())
     return batch | {"ce_weight": np.where(batch["loss_mask"] > 0, np.nan, batch["ce_weight"])}
 
 
 @pytest.fixture(scope="module")
-def three():
-    return steps(build(), [cases.batch()] * 3)
+def three_steps():
+    return run_steps(build(), [cases.batch()] * 3)
 
 
-def flat(state):
+def flat_params(state):
     return tree.flatten(state["params"])
 
 
-def test_every_weight_moves_and_the_loss_falls(three):
-    states, metrics = three
-    before, after = flat(states[0]), flat(states[1])
-    still = {path for path in before if np.array_equal(before[path], after[path])}
-    assert {p for p in still if "indexer" not in p} == set()  # dense attention leaves it idle
+def test_updates_all_weights_and_reduces_loss(three_steps):
+    states, metrics = three_steps
+    before, after = flat_params(states[0]), flat_params(states[1])
+    unchanged = {path for path in before if np.array_equal(before[path], after[path])}
+    assert {
+        p for p in unchanged if "indexer" not in p
+    } == set()  # dense attention does not use the indexer
     assert metrics[2]["loss"]["ce"] < metrics[0]["loss"]["ce"]
     assert [m["skipped"] for m in metrics] == [False] * 3
 
 
-@pytest.mark.parametrize("bound", [False, True], ids=["made here", "from a checkpoint"])
-def test_one_program_makes_all_steps(bound):
-    """Given weights are bound to their device; the results of a program with such arguments are bound, all of them."""
+@pytest.mark.parametrize("is_committed", [False, True], ids=["initialized", "from a checkpoint"])
+def test_compiles_once(is_committed):
+    """Loaded weights are committed to a device, and so are all results of programs with such arguments."""
     step = build()
     params = jax.tree.map(jnp.asarray, cases.params(CFG))
     state = step.initialise(
-        jax.random.key(0), jax.device_put(params, jax.devices()[0]) if bound else params
+        jax.random.key(0), jax.device_put(params, jax.devices()[0]) if is_committed else params
     )
     before = step.train._cache_size()
     for _ in range(2):
@@ -97,37 +100,39 @@ def test_one_program_makes_all_steps(bound):
     assert step.train._cache_size() <= max(before, 1)
 
 
-def test_the_reported_learning_rate_follows_the_schedule(three):
-    _, metrics = three
+def test_reports_learning_rate_of_schedule(three_steps):
+    _, metrics = three_steps
     np.testing.assert_allclose([m["learning_rate"] for m in metrics], [1e-2, 9e-3, 8e-3], rtol=1e-5)
 
 
-def test_a_batch_that_is_not_finite_changes_no_weight_and_no_moment():
-    states, [found] = steps(build(), [broken()])
-    assert found["skipped"]
+def test_skips_non_finite_batch():
+    states, [metrics] = run_steps(build(), [nan_batch()])
+    assert metrics["skipped"]
     for part in ("params", "optimizer"):
         jax.tree.map(np.testing.assert_array_equal, states[1][part], states[0][part])
     assert (states[1]["step"], states[1]["tokens"]) == (1, TOKENS)
 
 
-def test_a_skipped_step_does_not_hold_up_the_schedule():
-    """The same first update, one step later and so at 0.9 of the rate."""
-    plain, late = (steps(build(), b)[0] for b in ([cases.batch()], [broken(), cases.batch()]))
+def test_skipped_step_advances_schedule():
+    """The first update is the same, but one step later, at 0.9 of the rate."""
+    plain, late = (
+        run_steps(build(), b)[0] for b in ([cases.batch()], [nan_batch(), cases.batch()])
+    )
     (zero, first), (_, _, second) = plain, late
     for path in ("moe_layers/attn/q_b", "embed/weight"):  # Muon, AdamW
-        before, one, two = (flat(state)[path] for state in (zero, first, second))
+        before, one, two = (flat_params(state)[path] for state in (zero, first, second))
         np.testing.assert_allclose(two - before, 0.9 * (one - before), atol=2e-6, err_msg=path)
-        assert 1e-3 < np.abs(one - before).max() < 3e-2, path  # about the rate of 1e-2
+        assert 1e-3 < np.abs(one - before).max() < 3e-2, path  # near the rate of 1e-2
 
 
-def test_router_biases_move_towards_balance_until_the_switch(three):
-    states, _ = three
+def test_router_biases_move_towards_balance(three_steps):
+    states, _ = three_steps
     loss = jax.jit(loss_function(CFG, dataclasses.replace(cases.STEP, mtp_steps=MTP_STEPS)))
     _, parts = loss(states[0]["params"], cases.batch(), cases.RATES)
     loads = np.split(np.asarray(parts.load), [CFG.num_moe_layers])
     for path, load in zip(BIASES, loads):
         wanted = BIAS_RATE * np.sign(load.mean(-1, keepdims=True) - load)
-        bias = [flat(state)[path].reshape(load.shape) for state in states]
+        bias = [flat_params(state)[path].reshape(load.shape) for state in states]
         np.testing.assert_allclose(bias[1] - bias[0], wanted, atol=1e-6)
         assert np.abs(wanted).max() > 0
         assert not np.array_equal(bias[2], bias[1])
@@ -139,24 +144,26 @@ def test_router_biases_move_towards_balance_until_the_switch(three):
 
 
 @pytest.mark.slow
-def test_a_frozen_layer_s_router_bias_stays():
-    (before, after), _ = steps(build(frozen=("moe_layers/",)), [cases.batch()])
-    moved = {path for path, x in flat(after).items() if np.any(x != flat(before)[path])}
+def test_frozen_layer_preserves_router_bias():
+    (before, after), _ = run_steps(build(frozen=("moe_layers/",)), [cases.batch()])
+    moved = {
+        path for path, x in flat_params(after).items() if np.any(x != flat_params(before)[path])
+    }
     assert BIASES[1] in moved and not any(path.startswith("moe_layers/") for path in moved)
 
 
-def test_the_weight_of_multi_token_prediction_switches_with_the_tokens_seen(three):
-    _, metrics = three
+def test_mtp_weight_changes_after_tokens(three_steps):
+    _, metrics = three_steps
     z, balance = cases.STEP.z_weight, cases.STEP.balance_weight
-    for found, weight in zip(metrics, (0.3, 0.3, 0.0)):
-        loss = found["loss"]
+    for values, weight in zip(metrics, (0.3, 0.3, 0.0)):
+        loss = values["loss"]
         rest = loss["ce"] + balance * loss["balance"] + z * loss["z"]
         assert loss["total"] == pytest.approx(rest + weight * loss["mtp"], rel=1e-5)
         assert loss["mtp"] > 1
 
 
-def test_a_larger_batch_comes_in_more_microbatches():
-    """Of 1,024 devices, along pre-training's ramp, and of as many as are left."""
+def test_counts_microbatches_of_batch():
+    """The sizes are those of pre-training's ramp on 1,024 devices, and on fewer."""
     step = StepConfig(rows_per_device=4)
     assert [step.microbatches(rows, 1024) for rows in (4096, 8192, 12288, 16384)] == [1, 2, 3, 4]
     assert step.microbatches(16384, 512) == 8
@@ -165,15 +172,15 @@ def test_a_larger_batch_comes_in_more_microbatches():
 
 
 @pytest.mark.slow
-def test_microbatches_add_up_to_the_batch(three):
-    states, metrics = steps(build(rows_per_device=4), [cases.batch()])
-    for path, x in flat(states[1]).items():
-        np.testing.assert_allclose(x, flat(three[0][1])[path], atol=1e-5, err_msg=path)
+def test_microbatches_equal_full_batch(three_steps):
+    states, metrics = run_steps(build(rows_per_device=4), [cases.batch()])
+    for path, x in flat_params(states[1]).items():
+        np.testing.assert_allclose(x, flat_params(three_steps[0][1])[path], atol=1e-5, err_msg=path)
     for name, value in metrics[0]["loss"].items():
-        assert value == pytest.approx(three[1][0]["loss"][name], rel=1e-5)
+        assert value == pytest.approx(three_steps[1][0]["loss"][name], rel=1e-5)
 
 
-def test_names_values_that_cannot_work():
+def test_step_config_rejects_invalid_values():
     for field, value in (
         ("remat", "banana"),
         ("loss_chunk", 0),

@@ -74,10 +74,10 @@ def tasks(config: ConstraintTaskConfig, *, evaluation: bool = False) -> Iterator
         chosen = [CONSTRAINTS[i](rng) for i in sorted(rng.permutation(len(CONSTRAINTS))[:count])]
         prompt = " ".join([speech, *(sentence for sentence, _, _ in chosen)])
         yield Task(
-            f"{config.name}-{number}",
-            KIND,
-            (who, {"role": "user", "content": prompt}),
-            {
+            id=f"{config.name}-{number}",
+            kind=KIND,
+            messages=(who, {"role": "user", "content": prompt}),
+            data={
                 "instruction_id_list": [kind for _, kind, _ in chosen],
                 "kwargs": [arguments for _, _, arguments in chosen],
             },

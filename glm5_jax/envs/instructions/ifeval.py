@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from glm5_jax.data.conversation import read_json
 from glm5_jax.data.sources import ASSETS
 from glm5_jax.envs.instructions.constraints import CHECKS, KINDS
-from glm5_jax.rl.types import Attempt, Reward, Task, settled
+from glm5_jax.rl.types import Attempt, Reward, Task, reward_without_verifier
 from glm5_jax.runtime.files import read_lines
 
 KIND = "instructions"
@@ -88,16 +88,20 @@ def readings(reply: str) -> list[str]:
 
 def instructions(data: Mapping[str, Any]) -> tuple[VerifiableInstruction, ...]:
     """Returns the instructions of a row. Raises ValueError that says what is wrong with it."""
-    kinds, arguments = data.get("instruction_id_list"), data.get("kwargs")
-    for name, value in (("instruction_id_list", kinds), ("kwargs", arguments)):
-        if not isinstance(value, (list, tuple)) or not value:
-            raise ValueError(f"{name} is {value!r}; pass a list with an entry for each instruction")
+    kinds, arguments = _entries(data, "instruction_id_list"), _entries(data, "kwargs")
     if len(kinds) != len(arguments):
         raise ValueError(
             f"there are {len(kinds)} entries of instruction_id_list and {len(arguments)} of kwargs; give one "
             "of each per instruction"
         )
     return tuple(map(VerifiableInstruction, kinds, arguments))
+
+
+def _entries(data: Mapping[str, Any], name: str) -> list | tuple:
+    value = data.get(name)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"{name} is {value!r}; pass a list with an entry for each instruction")
+    return value
 
 
 def task(row: Mapping[str, Any]) -> Task:
@@ -107,7 +111,7 @@ def task(row: Mapping[str, Any]) -> Task:
     instructions(row)
     data = {name: row[name] for name in ("instruction_id_list", "kwargs")}
     messages = ({"role": "user", "content": row["prompt"]},)
-    return Task(f"ifeval-{row.get('key')}", KIND, messages, data)
+    return Task(id=f"ifeval-{row.get('key')}", kind=KIND, messages=messages, data=data)
 
 
 def tasks(path: str | os.PathLike = SHIPPED) -> Iterator[Task]:
@@ -141,7 +145,7 @@ class Instructions:
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
         """Returns the reward of an attempt, as `rl.types.Verifier` does."""
-        if reward := settled(attempt):
+        if reward := reward_without_verifier(attempt):
             return reward
         try:
             entries = instructions(task.data)

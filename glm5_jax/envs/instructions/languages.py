@@ -29,7 +29,7 @@ _SCRIPTS = {
 }
 
 # Language that shares its script -> letters and word endings that most others of the script lack.
-_MARKED = {
+_MARK_PATTERNS = {
     "ar": "[ةىأإيك]",
     "bg": "ъ|(ите|ата|ото|ния|ане)$",
     "de": "[ßäöü]|sch|(ung|ungen|keit|lich)$",
@@ -116,7 +116,7 @@ NAMES = {  # the languages that are distinguished, by ISO 639-1 code
     "zh": "Chinese",
 }
 _KANA = ("HIRAGANA", "KATAKANA")
-_MARKED = {code: re.compile(marks or "(?!)") for code, marks in _MARKED.items()}
+_MARKED = {code: re.compile(marks or "(?!)") for code, marks in _MARK_PATTERNS.items()}
 _DENSE = {"CJK": 3, "HANGUL": 2}  # number of letters of an alphabet that a character counts for
 # `\w` does not match vowel signs; the zero-width non-joiner occurs inside Persian words.
 _MARKS = "".join(

@@ -92,7 +92,11 @@ def decode(form, references=None):
     [(kind, inside)] = form.items() if isinstance(form, dict) else [("list", form)]
     if kind in CONTAINERS:
         return CONTAINERS[kind]([decode(item, references) for item in inside])
-    return (PLAIN if kind in PLAIN else references)[kind](inside)
+    if kind in PLAIN:
+        return PLAIN[kind](inside)
+    if references is None:
+        raise TypeError(f"a value of kind {kind!r} is not accepted here")
+    return references[kind](inside)
 
 
 # ---------------------------------------------------------------- sandbox of the policy's code
@@ -254,7 +258,7 @@ def judge(tests, prelude, names, calls, outcomes):
     except Exception as error:
         return {"passed": False, "why": f"the code's answer is malformed: {error}"}
     # Scope of the tests: the prelude, and references to the policy's code.
-    scope = {"__name__": "tests"}
+    scope: dict[str, object] = {"__name__": "tests"}
     random.seed(0)
     calls_made = Calls(known)
     exec(compile(prelude, "prelude.py", "exec"), scope)

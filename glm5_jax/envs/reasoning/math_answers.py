@@ -48,8 +48,10 @@ def equal(answer: str, truth: str, seconds: int) -> bool:
     signal.alarm(seconds)
     try:
         word, right = (_WORD.fullmatch(text.strip()) for text in (answer, truth))
-        if word or right:
-            return bool(word and right) and word[1].lower().split() == right[1].lower().split()
+        if word is not None and right is not None:
+            return word[1].lower().split() == right[1].lower().split()
+        if word is not None or right is not None:
+            return False
         may_divide = re.search(r"[./]|frac", truth) is not None
         if is_computed(truth) and not is_computed(answer, may_divide):
             return False
@@ -95,7 +97,12 @@ def ready() -> bool:
 
 def _parsed(text: str) -> list:
     # math-verify's time limits are off, because they use the alarm and raise where SymPy catches exceptions.
-    return parse(rf"\boxed{{{text}}}", _FORMS, extraction_mode="first_match", parsing_timeout=None)
+    return parse(
+        rf"\boxed{{{text}}}",
+        _FORMS,
+        extraction_mode="first_match",
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]: the library accepts None, but is typed as int
+    )
 
 
 def main() -> None:

@@ -160,7 +160,9 @@ def tasks(config: TaskConfig, *, evaluation: bool = False) -> Iterator[Task]:
             message = {"role": "user", "content": problem.question + config.instruction}
             name = f"{config.name}-{number}"
             tools = (*problem.tools, PYTHON) if config.python else problem.tools
-            yield Task(name, config.domain, (message,), problem.data, tools)
+            yield Task(
+                id=name, kind=config.domain, messages=(message,), data=problem.data, tools=tools
+            )
 
 
 def _conversations(kind: str) -> Callable[[TaskConfig], Iterator[_Problem]]:

@@ -30,7 +30,7 @@ from typing import Any, Self
 from glm5_jax.envs.concurrency import ConcurrencyLimit
 from glm5_jax.envs.reasoning import code_child, final_answer
 from glm5_jax.envs.search import answers
-from glm5_jax.rl.types import Attempt, Message, Reward, Task, settled
+from glm5_jax.rl.types import Attempt, Message, Reward, Task, reward_without_verifier
 from glm5_jax.runtime.process import PipeWorker, WorkerError
 from glm5_jax.text.messages import tool_function
 
@@ -110,7 +110,7 @@ class _Binary:
         self._config = config
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
-        if reward := settled(attempt, {"right": 0.0}):
+        if reward := reward_without_verifier(attempt, {"right": 0.0}):
             return reward
         try:
             verdict = await self.decide(task, attempt)
@@ -163,7 +163,8 @@ class MathVerifier(_Binary):
     def _compare(self, answer: str, truth: str) -> AnswerVerdict:
         seconds = self._config.math_timeout_s
         sent = {"answer": answer, "truth": truth, "seconds": math.ceil(seconds) + 1}
-        for last in (False, True):
+        death = None
+        for _ in range(2):  # a worker may have died before, from another cause
             worker = self._worker()
             try:
                 return AnswerVerdict(worker.call("equal", seconds, **sent))
@@ -174,9 +175,8 @@ class MathVerifier(_Binary):
                 return AnswerVerdict(False, f"the answer took more than {seconds} s to compare")
             except ChildProcessError as error:
                 self._remove_worker(worker)
-                # It may have died before, from another cause.
-                if last:
-                    return AnswerVerdict(False, f"the answer broke the comparison: {error}")
+                death = error
+        return AnswerVerdict(False, f"the answer broke the comparison: {death}")
 
     def _worker(self) -> PipeWorker:
         """Returns this thread's worker; starts a new one if there is none."""
@@ -249,14 +249,15 @@ class CodeVerifier(_Binary):
             )
         judge = self._grade_cases if "cases" in task.data else self._grade_tests
         async with self._concurrency(), asyncio.timeout(self._config.timeout_s):
-            for last in (False, True):
+            loss = None
+            for _ in range(2):
                 clock = _Clock(self._config.code_timeout_s, of_program=True)
                 try:
                     return await judge(task, program, clock)
                 except _SandboxLost as error:
                     await self._check_works()
-                    if last:
-                        return AnswerVerdict(False, f"the program broke its sandbox: {error}")
+                    loss = error
+            return AnswerVerdict(False, f"the program broke its sandbox: {loss}")
 
     async def _check_works(self) -> None:
         """Raises unless an empty program runs."""

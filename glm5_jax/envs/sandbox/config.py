@@ -93,6 +93,7 @@ class SandboxConfig:
       env: environment variables added to PATH, HOME, USER and LANG.
       workdir: folder in which commands start; created for the agent.
       base: file system; see `Layer`.
+      hostname: name of the machine.
       network: whether processes share the machine's network, including its loopback; only for image builds
           that an operator allows to download packages.
       isolation: "bubblewrap", or "none" for trusted programs only. With "none" they run as the caller, in a
@@ -112,6 +113,7 @@ class SandboxConfig:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workdir: str = "/app"
     base: Layer = HOST
+    hostname: str = "sandbox"
     network: bool = False
     isolation: str = "bubblewrap"
 

@@ -80,7 +80,7 @@ def launch_task(
         "command": [
             *(bwrap, "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
             *(() if config.network else ("--unshare-net",)),
-            *("--unshare-cgroup-try", "--hostname", "sandbox", "--as-pid-1"),
+            *("--unshare-cgroup-try", "--hostname", config.hostname, "--as-pid-1"),
             *("--die-with-parent", "--new-session", "--clearenv"),
             *("--cap-drop", "ALL", "--cap-add", _HOLDER_CAPABILITY),
             *("--bind", "/tmp/root", "/", *binds, "--proc", "/proc", "--dev", "/dev"),

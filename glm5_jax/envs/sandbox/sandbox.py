@@ -155,15 +155,17 @@ class Sandbox:
           policy: rules for which started programs keep root's rights; None: all do.
         """
         self._check_running()
+        groups = self._groups
+        assert groups is not None, "a running sandbox has process groups"
         timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         # Start the command in a separate control group.
         identity = self._identity(user)
         defaults = {"PATH": PATH, "HOME": HOMES[user], "USER": user, "LANG": "C.UTF-8"}
         try:
-            group = self._groups.command()
+            group = groups.command()
         except OSError as error:
             raise SandboxError(f"no group of processes for a command: {error}") from error
-        kills = self._groups.memory_kills()
+        kills = groups.memory_kills()
         child = self._enter(
             stdin=stdin,
             output_bytes=self.config.output_bytes,
@@ -174,23 +176,31 @@ class Sandbox:
             cwd=str(self._inside(cwd or self.config.workdir)),
             user=identity,
             capabilities=ROOT_CAPABILITIES if user == "root" else (),
-            rlimits=rlimits(self.config, self._groups.limits),
+            rlimits=rlimits(self.config, groups.limits),
             filter=self._filter,
-            groups=self._groups.procs_files(group),
+            groups=groups.procs_files(group),
             policy=policy and {**dataclasses.asdict(policy), "user": AGENT},
         )
         try:
             ended = await child.wait(timeout_s)
             if not ended:
                 await shield_until_done(self._end(child, group))
-            kills = self._groups.memory_kills() - kills
+            kills = groups.memory_kills() - kills
         except BaseException:
             await shield_until_done(self._end(child, group))
             raise
         finally:
             self._close(child)
-            self._groups.tidy()
-        # Interpret the status that the process reported.
+            groups.tidy()
+        return await self._interpret(command, child, ended=ended, kills=kills)
+
+    async def _interpret(
+        self, command: str | Sequence[str], child: EntryProcess, *, ended: bool, kills: int
+    ) -> ExecResult:
+        """Returns the result of a command from the status that its process reported.
+
+        ended: whether it ended within its time. kills: number of its processes that the memory limit killed.
+        """
         kind, _, rest = child.status.partition(" ")
         if self._isolated and ended and not kills and child.status.startswith("signal 9 "):
             # The sandbox may be lost, and its first process ends last.
@@ -283,8 +293,10 @@ class Sandbox:
             raise ValueError("a sandbox with isolation='none' has no separate /proc")
         await self._transfer("hide_processes", "/")
 
-    async def snapshot(self) -> Layer:
+    async def snapshot(self, folder: pathlib.Path | None = None) -> Layer:
         """Returns a layer of what was written, on top of the base layer.
+
+        folder: empty folder that becomes the layer and stays after this process; None: a temporary one.
 
         `Layer.remove` deletes it; after the end of this process, the next snapshot of another process does. Nothing
         should write during the call. The layer of a sandbox that ran untrusted programs is untrusted.
@@ -293,7 +305,7 @@ class Sandbox:
             raise ValueError("a sandbox with isolation='none' has no layers to take a snapshot of")
         self._check_running()
         await asyncio.to_thread(orphans.sweep_folders, self._users)
-        folder = orphans.make_folder("layer")
+        folder = folder or orphans.make_folder("layer")
         base = self.config.base
         layer = Layer((folder, *base.folders), base.host_programs)
         try:
@@ -446,6 +458,7 @@ class Sandbox:
         last = clock() + _END_TIMEOUT_S
         while True:
             if group is not None:
+                assert self._groups is not None, "it made the group"
                 await self._groups.end(group, _END_TIMEOUT_S)
             elif self._folder is None:
                 try:

@@ -112,6 +112,7 @@ async def _search(config: SearchConfig, corpora, task: Task, arguments: Mapping[
     query = arguments.get("query")
     if wrong := _argument_problem("query", query):
         return wrong
+    assert isinstance(query, str), "the query was checked"
     corpus = _corpus(corpora, task)
     results = corpus.index.search(query, config.results)
     if not results:
@@ -137,6 +138,7 @@ async def _find(config: SearchConfig, corpora, task: Task, arguments: Mapping[st
     text = arguments.get("text")
     if wrong := _argument_problem("text", text):
         return wrong
+    assert isinstance(text, str), "the text was checked"
     passage = _passage(_corpus(corpora, task), arguments.get("id"))
     if isinstance(passage, str):
         return passage

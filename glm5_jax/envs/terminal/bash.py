@@ -82,6 +82,7 @@ class Bash:
         command = arguments.get("command")
         if wrong := text_problem("command", command):
             return f"Error: {wrong}"
+        assert isinstance(command, str), "the command was checked"
         if len(command.encode()) > MAX_COMMAND_BYTES:
             return f"Error: command is longer than {MAX_COMMAND_BYTES} bytes; write what is long into a file, in parts"
         timeout_s, max_timeout_s = (

@@ -157,7 +157,7 @@ class Recipe:
     def _from(self, item: DockerInstruction, base_of: Callable[[str], Layer]) -> Layer:
         machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), "")
         if item.flags.get("platform", machine).removeprefix("linux/") != machine:
-            raise ImageError(f"{where(item)}: this machine is linux/{machine}")
+            raise ImageError(f"{where(item, self._context.name)}: this machine is linux/{machine}")
         words = dockerfile.substitute(item.text, self._arguments).split()
         if len(words) not in (1, 3) or (len(words) == 3 and words[1].upper() != "AS"):
             raise DockerfileError(f"line {item.line}: FROM {item.text}: no image")
@@ -235,9 +235,9 @@ class Recipe:
         top = self._context
         paths = [top] if pattern == "." else sorted(top.glob(pattern))
         if pattern.startswith("..") or not all(p.resolve().is_relative_to(top) for p in paths):
-            raise DockerfileError(f"line {item.line}: COPY {pattern} leads out of environment/")
+            raise DockerfileError(f"line {item.line}: COPY {pattern} leads out of {top.name}/")
         if not paths:
-            raise DockerfileError(f"line {item.line}: no {pattern} in environment/ to COPY")
+            raise DockerfileError(f"line {item.line}: no {pattern} in {top.name}/ to COPY")
         return paths
 
     _resolve = {
@@ -250,9 +250,9 @@ class Recipe:
     }
 
 
-def where(item: DockerInstruction) -> str:
+def where(item: DockerInstruction, context: str) -> str:
     """Returns the file, line and text of an instruction, for messages."""
-    return f"environment/Dockerfile, line {item.line}: {item.name} {item.text[:80]}"
+    return f"{context}/Dockerfile, line {item.line}: {item.name} {item.text[:80]}"
 
 
 def digest_of(top: pathlib.Path) -> str:

@@ -1,6 +1,7 @@
 """Grades attempts: runs the task's tests in a fresh sandbox over the unchanged image.
 
-Only the work folder, /logs/artifacts and the declared artifacts are copied, as files, folders and links.
+Only the work folder, /logs/artifacts and the declared artifacts are copied, as files, folders and links. If the tests
+have an environment of their own, the work folder is copied only if it is such an artifact.
 Everything else that the attempt changed, started or left running stays in its sandbox, and the verdict says
 so. `grader` describes which rights programs have there.
 
@@ -34,7 +35,7 @@ from glm5_jax.runtime.files import read_start
 
 MAX_SUBMISSION_BYTES = 1 << 29  # of a work folder or an artifact
 MAX_CHANGES = 1000  # examined paths outside of the work folder
-_MAX_NAMED = 5  # number of changed paths that a verdict names
+_MAX_NAMED = 5  # number of changed paths, or of programs, that a verdict names
 ARTIFACTS = "/logs/artifacts"
 # Makes the folders that tasks expect.
 MAKE_LOGS = f"mkdir -p /logs/agent /logs/verifier {ARTIFACTS} && chmod 777 /logs/agent {ARTIFACTS}"
@@ -48,6 +49,8 @@ _MAX_TEST_BYTES = 1 << 20  # of a file of tests that is searched for names of re
 _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
 # Prints the identity of each file, in the format of `isolation._identity`, and its path.
 _LIST_TESTS = ["find", "/tests", "-exec", "stat", "--printf", "%i:%.9Y:%s %n\\0", "--", "{}", "+"]
+# Prints its own number, then the name, state and number of each process.
+_LIST_PROCESSES = "echo $$; exec grep -shE '^(Name|State|Pid):' /proc/[0-9]*/status"
 _NO_TARGETS = [[name] for name in ("logs", "tests", "grader", "proc")]
 
 
@@ -75,10 +78,12 @@ class Submission:
     Attributes:
       files: path in the sandbox -> file of the host that `Sandbox.save` wrote.
       ungraded: paths that the attempt changed and that are not graded.
+      running: names of programs that the attempt left running, and that do not run in grading.
     """
 
     files: Mapping[str, IO[bytes]]
     ungraded: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
 
     def __enter__(self):
         return self
@@ -94,10 +99,20 @@ class SubmissionError(RuntimeError):
 
 def workdir_of(task: TerminalTask, image: Image) -> str:
     """Returns the work folder, which is graded. Raises TaskError if it has to be copied and cannot be."""
-    if task.workdir is not None:
-        return task.workdir
-    path = image.workdir or "/"
-    return path if task.is_shared else check_workdir(path, "the image's WORKDIR")
+    path = _start_folder(task, image)
+    if task.workdir is not None or task.is_shared:
+        return path
+    return check_workdir(path, "the image's WORKDIR")
+
+
+def _start_folder(task: TerminalTask, image: Image) -> str:
+    return task.workdir or image.workdir or "/"
+
+
+def _graded_paths(task: TerminalTask, workdir: str) -> tuple[str, ...]:
+    """Returns the paths of an attempt that are graded."""
+    folders = () if task.verifier is not None else (workdir,)
+    return tuple(dict.fromkeys((*folders, *task.artifacts, ARTIFACTS)))
 
 
 def sandbox_config(
@@ -107,7 +122,7 @@ def sandbox_config(
     # Without duplicates, because an overlay rejects a folder that it already has.
     folders = tuple(dict.fromkeys((*layers, *image.layer.folders)))
     layer = Layer(folders, image.layer.host_programs)
-    workdir = workdir_of(task, image)
+    workdir = _start_folder(task, image)
     return SandboxConfig(
         timeout_s=task.agent_timeout_s,
         memory_bytes=task.memory_bytes,
@@ -124,7 +139,7 @@ async def collect(box: Sandbox, task: TerminalTask, workdir: str) -> Submission:
     """Returns the files of a sandbox that are graded. Raises SubmissionError if they cannot be."""
     files: dict[str, IO[bytes]] = {}
     try:
-        for path in dict.fromkeys((workdir, *task.artifacts, ARTIFACTS)):
+        for path in _graded_paths(task, workdir):
             file = tempfile.TemporaryFile()
             try:
                 await box.save(path, file, MAX_SUBMISSION_BYTES)
@@ -134,7 +149,7 @@ async def collect(box: Sandbox, task: TerminalTask, workdir: str) -> Submission:
                 is_optional = error.errno == errno.ENOENT or path == ARTIFACTS
                 if path == workdir or not is_optional or error.errno == errno.EFBIG:
                     raise
-        return Submission(files, await _ungraded(box, tuple(files)))
+        return Submission(files, await _ungraded(box, tuple(files)), await _running(box))
     except BaseException as error:
         for file in files.values():
             file.close()
@@ -159,15 +174,37 @@ async def _ungraded(box: Sandbox, graded: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
+async def _running(box: Sandbox) -> tuple[str, ...]:
+    """Returns the names of programs that run in a sandbox between two commands."""
+    done = await box.exec(_LIST_PROCESSES, user="root", cwd="/")
+    lister_pid, _, rest = done.stdout.decode(errors="replace").partition("\n")
+    values = [line.partition(":")[2].strip() for line in rest.splitlines()]
+    processes = zip(values[::3], values[1::3], values[2::3])
+    names = (
+        name for name, state, pid in processes if pid not in ("1", lister_pid) and state[:1] != "Z"
+    )
+    return tuple(sorted({name if name.isprintable() else ascii(name) for name in names}))
+
+
 def _with_ungraded(verdict: Verdict, submission: Submission) -> Verdict:
     """Returns the verdict; if the attempt does not have the full reward, it lists what was not graded."""
-    if verdict.reward is None or verdict.reward >= 1 or not submission.ungraded:
+    if verdict.reward is None or verdict.reward >= 1:
         return verdict
-    names = ", ".join(submission.ungraded[:_MAX_NAMED])
-    more = len(submission.ungraded) - _MAX_NAMED
-    note = f"changed, not graded: {names}" + (f" and {more} more" if more > 0 else "")
-    error = "; ".join(filter(None, (verdict.error, note)))
+    notes = [
+        f"{what}, not graded: {_enumerated(names)}"
+        for what, names in (
+            ("changed", submission.ungraded),
+            ("left running", submission.running),
+        )
+        if names
+    ]
+    error = "; ".join(filter(None, (verdict.error, *notes))) or None
     return dataclasses.replace(verdict, error=error)
+
+
+def _enumerated(names: tuple[str, ...]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Grader:
@@ -256,8 +293,11 @@ class Grader:
         self, task: TerminalTask, image: Image, submission: Submission | None
     ) -> Verdict:
         tools = await self._images.tools()
-        config = sandbox_config(task, image, self._limits, layers=tools.folders[:1])
-        workdir = workdir_of(task, image)
+        place, workdir = task, workdir_of(task, image)
+        if task.verifier is not None:
+            place, image = task.verifier, await self._images.of(task.verifier)
+            workdir = _start_folder(place, image)
+        config = sandbox_config(place, image, self._limits, layers=tools.folders[:1])
         async with Sandbox(config) as box:
             # Delete the image's copies first: files that the attempt deleted must stay deleted.
             old = shlex.join(submission.files if submission else [])
@@ -294,7 +334,7 @@ class Grader:
     async def _run_tests(self, box, task, config, workdir, policy) -> ExecResult:
         script = await asyncio.to_thread((task.folder / "tests" / "test.sh").read_bytes)
         path = config.env["PATH"]
-        attempt_folders = (workdir, *task.artifacts, ARTIFACTS)
+        attempt_folders = _graded_paths(task, workdir)
         trusted = [
             f for f in path.split(":") if f.startswith("/") and not _is_below(f, attempt_folders)
         ]

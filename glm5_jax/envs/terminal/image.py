@@ -4,6 +4,7 @@ Each RUN makes a layer. Tasks whose Dockerfiles begin with the same steps over t
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -12,7 +13,7 @@ import pathlib
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from glm5_jax.envs.sandbox import (
     HOST,
@@ -129,6 +130,10 @@ class Images:
             self._images.pop(key, None)
             raise
 
+    async def rebuild(self, task: TerminalTask) -> Image:
+        """Builds the image of a task from its base, without layers that were built before."""
+        return await self._build(task, shares_layers=False)
+
     async def tools(self) -> Layer:
         """Returns the layer that grading adds: the shims of programs that start tests, and pytest."""
         if self._tools is None:
@@ -163,14 +168,16 @@ class Images:
             self._bases[source] = Layer.of_folder(source)
         return self._bases[source]
 
-    async def _build(self, task: TerminalTask) -> Image:
+    async def _build(self, task: TerminalTask, *, shares_layers: bool = True) -> Image:
         if not task.dockerfile.is_file():
+            if task.docker_image is None:
+                raise TaskError(f"{task.context} has no Dockerfile, and the task no docker_image")
             base = self._base(task.docker_image)
             return Image(layer=base, workdir=None, env={"PATH": PATH})
         try:
             recipe = Recipe(task, self._base)
         except (dockerfile.DockerfileError, UnicodeDecodeError) as error:
-            raise TaskError(f"environment/Dockerfile: {error}") from None
+            raise TaskError(f"{task.context}/Dockerfile: {error}") from None
         layer = recipe.base
         if layer.host_programs:
             tools = await self.tools()
@@ -178,7 +185,10 @@ class Images:
         key, end = repr(layer), time.monotonic() + task.build_timeout_s
         for stage in recipe.stages():
             key = await asyncio.to_thread(_key, key, stage)
-            layer = await self._layer(key, layer, stage, task, end)
+            if shares_layers:
+                layer = await self._layer(key, layer, stage, task, end)
+            else:
+                layer = await self._make_layer(layer, stage, task, end)
         return _with_tester(
             Image(layer=layer, workdir=recipe.workdir, env=recipe.env, user=recipe.user)
         )
@@ -233,7 +243,7 @@ class Images:
             await step.act(box, self._config.env, left)
         except TimeoutError:
             raise ImageError(
-                f"{where(step.item)}: no end within {task.build_timeout_s:g} s"
+                f"{where(step.item, task.context)}: no end within {task.build_timeout_s:g} s"
             ) from None
         except (SandboxFileError, ImageError) as error:
             hint = ""
@@ -241,7 +251,7 @@ class Images:
                 hint = f" ({_ON_HOST})"
             elif not self._config.network and step.item.name == "RUN":
                 hint = f" ({_NO_NETWORK})"
-            raise ImageError(f"{where(step.item)}: {error}{hint}") from None
+            raise ImageError(f"{where(step.item, task.context)}: {error}{hint}") from None
 
     async def _build_tools(self) -> Layer:
         with tempfile.TemporaryDirectory(prefix=f"{name_prefix()}tools-") as path:
@@ -285,7 +295,8 @@ def _key(below: str, stage: list[BuildStep]) -> str:
 
 def _digest(task: TerminalTask) -> str:
     """Returns a digest of all inputs of an image."""
-    parts = task.docker_image, sorted(task.env.items()), digest_of(task.folder / "environment")
+    context = digest_of(task.folder / task.context)
+    parts = task.docker_image, sorted(task.env.items()), task.context, context
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -308,7 +319,19 @@ def _lay_out_tools(folder: pathlib.Path) -> None:
     lines = status.read_text(errors="replace").splitlines() if status.exists() else ()
     installed = (line.removeprefix("Package: ") for line in lines if line.startswith("Package: "))
     (folder / "packages").write_text("".join(f"{name}\n" for name in installed))
-    for name in _TESTERS:
+    _copy_distributions(_TESTERS, lib)
+
+
+@contextlib.contextmanager
+def copy_distributions(names: Sequence[str]) -> Iterator[pathlib.Path]:
+    """Yields a temporary folder with Python packages of this program, without compiled modules."""
+    with tempfile.TemporaryDirectory(prefix=f"{name_prefix()}packages-") as path:
+        _copy_distributions(names, pathlib.Path(path))
+        yield pathlib.Path(path)
+
+
+def _copy_distributions(names: Sequence[str], folder: pathlib.Path) -> None:
+    for name in names:
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:  # reported when a task needs it
@@ -316,6 +339,6 @@ def _lay_out_tools(folder: pathlib.Path) -> None:
         for file in distribution.files or ():
             if file.suffix == ".pyc" or ".." in file.parts:
                 continue
-            target = lib / file
+            target = folder / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(distribution.locate_file(file), target)
+            shutil.copyfile(str(distribution.locate_file(file)), target)

@@ -96,7 +96,14 @@ class AttemptConfig:
             None if self.thinking else False
         )  # None, because servers of other models do not know the option
         tools = (self.bash.tool(),)
-        return Task(task.name, KIND, messages, {"task": task}, tools, thinking=thinking)
+        return Task(
+            id=task.name,
+            kind=KIND,
+            messages=messages,
+            data={"task": task},
+            tools=tools,
+            thinking=thinking,
+        )
 
 
 class Policy:
@@ -144,7 +151,7 @@ class Policy:
             except ToolError as error:
                 # The sandbox failed. The trial finds out whether the policy caused that.
                 self._on_trace(task, episode.trace(SANDBOX_FAILED, str(error)))
-                raise error.__cause__ from None
+                raise error.__cause__ or error from None
             except asyncio.CancelledError:
                 # The task's time limit was reached, unless the trial was cancelled.
                 if sandbox.time_left_s <= 0:

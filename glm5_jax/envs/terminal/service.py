@@ -1,7 +1,7 @@
 """Serves terminal tasks to an RL run: each rollout in a new sandbox, graded in another over the unchanged image.
 
 tasks, held_out = load_tasks("folder/of/task/folders", held_out_fraction=0.1)
-service = TerminalService(ServiceConfig(name="terminal", hub="http://10.0.0.2:8100"), tasks, held_out, tokenizer)
+service = TerminalService(ServiceConfig(name="terminal", orchestrator="http://10.0.0.2:8100"), tasks, held_out, tokenizer)
 asyncio.run(service.serve())
 """
 
@@ -15,7 +15,7 @@ from aiohttp import web
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import TokenCounter
-from glm5_jax.agents.loop import Trace
+from glm5_jax.agents.loop import LoopConfig, Trace
 from glm5_jax.data.sources import is_held_out
 from glm5_jax.envs.service import ChatService
 from glm5_jax.envs.terminal.bash import BashConfig
@@ -89,6 +89,44 @@ class TerminalShare:
             )
         return training, held_out
 
+    def make_service(
+        self,
+        config: ServiceConfig,
+        tokenizer: Tokenizer,
+        loop: LoopConfig,
+        *,
+        variant: str = "glm5",
+        thinking: bool = True,
+    ) -> "TerminalService":
+        """Returns the task service of these tasks.
+
+        - tokenizer, variant: those of the gateway.
+        - loop: limits of an attempt; commands have their own time limits.
+        - thinking: whether replies begin with reasoning.
+        """
+        limits = AttemptConfig(
+            max_turns=loop.max_turns,
+            max_tokens=loop.max_tokens,
+            reply_tokens=loop.reply_tokens,
+            timeout_s=loop.timeout_s,
+            reply_timeout_s=loop.timeout_s,
+            context=loop.context,
+            bash=self.bash,
+            thinking=thinking,
+        )
+        training, held_out = self.load()
+        return TerminalService(
+            config,
+            training,
+            held_out,
+            tokenizer,
+            limits,
+            images=self.images,
+            build=self.build,
+            task_limits=self.task_limits,
+            variant=variant,
+        )
+
 
 class TerminalService(ChatService):
     """Task service whose attempts at terminal tasks run `policy.Policy`, as an evaluation does.
@@ -116,9 +154,13 @@ class TerminalService(ChatService):
         task_limits: TaskLimits = TaskLimits(),
         variant: str = "glm5",
     ):
-        chat_tasks = ([limits.chat_task(task) for task in split] for split in (tasks, held_out))
+        training, evaluation = (
+            [limits.chat_task(task) for task in split] for split in (tasks, held_out)
+        )
         counter = TokenCounter(tokenizer, variant)
-        super().__init__(config, *chat_tasks, counter, limits.max_tokens, limits.reply_timeout_s)
+        super().__init__(
+            config, training, evaluation, counter, limits.max_tokens, limits.reply_timeout_s
+        )
         for task in (*tasks, *held_out):
             task_limits.check(task)
             for form in forgeable_forms(task):
@@ -126,10 +168,10 @@ class TerminalService(ChatService):
             # The tests may run twice, with and without the submission.
             timeout_s = min(limits.timeout_s, task.agent_timeout_s) + 2 * task.verifier_timeout_s
             timeout_s += task.build_timeout_s
-            if timeout_s >= config.seconds:
+            if timeout_s >= config.rollout_timeout_s:
                 raise ValueError(
                     f"task {task.name!r} may take {timeout_s:g} s with its image and its tests, and a rollout has "
-                    f"{config.seconds:g} s; raise seconds of the service, or leave the task out"
+                    f"{config.rollout_timeout_s:g} s; raise rollout_timeout_s of the service, or leave the task out"
                 )
         self._limits, self._trial_runner = limits, TrialRunner(images, task_limits, build)
 

@@ -1,8 +1,8 @@
 """Reads and checks task folders in Harbor's format.
 
-    task.toml  instruction.md  environment/Dockerfile  tests/test.sh  solution/solve.sh
+    task.toml  instruction.md  environment/Dockerfile  tests/test.sh  solution/solve.sh  [tests/Dockerfile]
 
-A feature that is not supported raises an error with the name of the field; none is ignored.
+Tests with an image of their own (tests/Dockerfile, or [verifier.environment]) get only the declared artifacts. A feature that is not supported raises an error with the name of the field; none is ignored.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ _PARTS = (
     "environment/Dockerfile",
     "tests",
     "tests/test.sh",
+    "tests/Dockerfile",
     "solution",
 )
 _PARTS += ("solution/solve.sh",)
@@ -36,6 +37,27 @@ _RESERVED += ("proc", "sys", "dev", "tmp", "var", "run")
 
 class TaskError(ValueError):
     """Raised for a task folder that is incomplete, wrong, or uses an unsupported feature."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HealthCheck:
+    """Check that an environment is ready, with the meaning of Docker's HEALTHCHECK.
+
+    Attributes:
+      command: shell command that ends with 0 if it is.
+      interval_s: time between two checks, in seconds.
+      timeout_s: time limit of one check, in seconds.
+      start_period_s: time at the start during which failures do not count, in seconds.
+      start_interval_s: time between two checks in that period, in seconds.
+      retries: number of failures in a row after which the environment has failed.
+    """
+
+    command: str
+    interval_s: float = 5.0
+    timeout_s: float = 30.0
+    start_period_s: float = 0.0
+    start_interval_s: float = 5.0
+    retries: int = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +78,10 @@ class TerminalTask:
       cpus: number of processors.
       memory_bytes, disk_bytes: memory and storage, in bytes.
       artifacts: paths that are graded in addition to the work folder.
+      solution_timeout_s: time limit of the solution, in seconds; None: the agent's.
+      health_check: check that the environment is ready; None: no check.
+      context: name of the folder with the Dockerfile.
+      verifier: environment of the tests, which gets only the artifacts; None: a fresh copy of the agent's.
       is_shared: whether tests run in the agent's sandbox, in which an attempt can forge its reward.
     """
 
@@ -75,12 +101,16 @@ class TerminalTask:
     memory_bytes: int = 2048 * _MB
     disk_bytes: int = 10240 * _MB
     artifacts: tuple[str, ...] = ()
+    solution_timeout_s: float | None = None
+    health_check: HealthCheck | None = None
+    context: str = "environment"
+    verifier: "TerminalTask | None" = None
     is_shared: bool = False
 
     @property
     def dockerfile(self) -> pathlib.Path:
         """Returns the path of the Dockerfile, which need not exist."""
-        return self.folder / "environment" / "Dockerfile"
+        return self.folder / self.context / "Dockerfile"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,9 +137,10 @@ class TaskLimits:
                 )
 
     def check(self, task: TerminalTask) -> None:
-        """Raises TaskError if the task needs more."""
+        """Raises TaskError if the task, or the environment of its tests, needs more."""
         for name in ("memory_bytes", "disk_bytes", "cpus"):
-            wanted, limit = getattr(task, name), getattr(self, name)
+            wanted = max(getattr(part, name) for part in (task, task.verifier) if part is not None)
+            limit = getattr(self, name)
             if wanted > limit:
                 raise TaskError(
                     f"task {task.name}: it asks for {name}={wanted:g}, and limits.{name} is {limit:g}; raise that, or "
@@ -151,10 +182,11 @@ def _load(folder: pathlib.Path) -> TerminalTask:
         raise TaskError("task.toml: its lists or tables are too deep") from None
     if (folder / "steps").exists() or "steps" in data:
         raise TaskError("steps: tasks of several steps are not supported")
-    for name in ("environment/docker-compose.yaml", "environment/docker-compose.yml"):
-        if (folder / name).exists():
-            raise TaskError(f"{name} is not supported: a task has one sandbox")
-    for name in ("environment/.dockerignore", "tests/Dockerfile"):
+    for part in ("environment", "tests"):
+        for name in (f"{part}/docker-compose.yaml", f"{part}/docker-compose.yml"):
+            if (folder / name).exists():
+                raise TaskError(f"{name} is not supported: a task has one sandbox")
+    for name in ("environment/.dockerignore", "tests/.dockerignore", ".harborignore"):
         if (folder / name).exists():
             raise TaskError(f"{name} is not supported")
     for name in ("instruction.md", "tests/test.sh"):
@@ -166,7 +198,40 @@ def _load(folder: pathlib.Path) -> TerminalTask:
     if values.get("workdir") and not values.get("is_shared"):
         check_workdir(values["workdir"], f"environment.workdir = {values['workdir']!r}: the folder")
     instruction = _read(folder / "instruction.md").decode("utf-8", errors="replace")
-    return TerminalTask(name=folder.name, folder=folder, instruction=instruction, **values)
+    verifier = values.pop("verifier", None)
+    task = TerminalTask(name=folder.name, folder=folder, instruction=instruction, **values)
+    return _with_verifier(task, verifier)
+
+
+def _with_verifier(task: TerminalTask, values: dict[str, Any] | None) -> TerminalTask:
+    """Returns the task with the environment of its tests, if they have one."""
+    has_dockerfile = (task.folder / "tests/Dockerfile").is_file()
+    if values is None and not has_dockerfile:
+        return task
+    if task.is_shared:
+        if values is not None:
+            raise TaskError(
+                'verifier.environment_mode = "shared" contradicts verifier.environment; leave one out'
+            )
+        return task
+    if not task.artifacts:
+        raise TaskError(
+            "the tests have an environment of their own and artifacts is empty, so nothing would be graded; "
+            'list what to grade, for example artifacts = ["/app"]'
+        )
+    if values is None:
+        values = {}
+    else:
+        limits = {name: getattr(TerminalTask, name) for name in _LIMITS}
+        values = {**limits, "env": {}, "workdir": None, **values}
+    if has_dockerfile and "docker_image" in values:
+        raise TaskError(
+            "it has tests/Dockerfile and verifier.environment.docker_image; leave one out"
+        )
+    # Without an image of their own, the tests run in the agent's.
+    if has_dockerfile or "docker_image" in values:
+        values = {"docker_image": None, **values, "context": "tests"}
+    return dataclasses.replace(task, verifier=dataclasses.replace(task, **values))
 
 
 def _read(path: pathlib.Path) -> bytes:
@@ -239,10 +304,9 @@ def _megabytes(value: Any) -> int:
 
 def _size(value: Any) -> int:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    number = float(match[1]) if match else 0.0
-    if not 0 < number < 1e9:
+    if match is None or not 0 < float(match[1]) < 1e9:
         raise TaskError("it must be a size such as 512M or 2G")
-    return int(number * {"K": 1 << 10, "M": _MB, "G": 1 << 30}[match[2].upper()])
+    return int(float(match[1]) * {"K": 1 << 10, "M": _MB, "G": 1 << 30}[match[2].upper()])
 
 
 def _text(value: Any) -> str:
@@ -308,6 +372,27 @@ def _one_of(*known: Any) -> Callable[[Any], None]:
     return check
 
 
+def _health_check(value: Any) -> HealthCheck:
+    values = _read_table(value, "environment.healthcheck", _HEALTH_CHECK)
+    if "command" not in values:
+        raise TaskError("it has no command")
+    return HealthCheck(**values)
+
+
+def _not_negative(value: Any) -> float:
+    return 0.0 if value == 0 and not isinstance(value, bool) else _number(value)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or _number(value) < 1:
+        raise TaskError("it must be a whole number above 0")
+    return value
+
+
+def _verifier_environment(value: Any) -> dict[str, Any]:
+    return _read_table(value, "verifier.environment", _VERIFIER_ENVIRONMENT)
+
+
 def _ignore(value: Any) -> None:
     """Accepts any value of a field that is only information for people."""
 
@@ -316,6 +401,32 @@ _NETWORK = {
     # There is no network; a task that may use one fails at the commands that need it.
     "network_mode": (None, _one_of("no-network", "public")),
     "allowed_hosts": (None, _one_of([])),
+}
+_LIMITS = ("cpus", "memory_bytes", "disk_bytes", "build_timeout_s")
+_HEALTH_CHECK: dict[str, tuple[str | None, Callable]] = {
+    "command": ("command", _text),
+    "interval_sec": ("interval_s", _not_negative),
+    "timeout_sec": ("timeout_s", _number),
+    "start_period_sec": ("start_period_s", _not_negative),
+    "start_interval_sec": ("start_interval_s", _not_negative),
+    "retries": ("retries", _count),
+}
+_VERIFIER_ENVIRONMENT: dict[str, tuple[str | None, Callable]] = {
+    "build_timeout_sec": ("build_timeout_s", _number),
+    "docker_image": ("docker_image", _text),
+    "os": (None, _one_of("linux")),
+    "cpus": ("cpus", _processors),
+    "memory_mb": ("memory_bytes", _megabytes),
+    "memory": ("memory_bytes", _size),
+    "storage_mb": ("disk_bytes", _megabytes),
+    "storage": ("disk_bytes", _size),
+    "gpus": (None, _one_of(0)),
+    "gpu_types": (None, _one_of([])),
+    "mcp_servers": (None, _one_of([])),
+    "env": ("env", _env),
+    "workdir": ("workdir", _workdir),
+    "allow_internet": (None, _one_of(True, False)),
+    **_NETWORK,
 }
 # Section -> field -> (name in TerminalTask or None, reader of the value).
 _FIELDS: dict[str, dict[str, tuple[str | None, Callable]]] = {
@@ -334,28 +445,13 @@ _FIELDS: dict[str, dict[str, tuple[str | None, Callable]]] = {
         "env": ("verifier_env", _env),
         "user": (None, _one_of("root", 0)),
         "environment_mode": ("is_shared", _environment_mode),
+        "environment": ("verifier", _verifier_environment),
         "collect": (None, _one_of([])),
         **_NETWORK,
     },
     "agent": {"timeout_sec": ("agent_timeout_s", _number), "user": ("user", _user), **_NETWORK},
-    "solution": {"env": ("solution_env", _env)},
-    "environment": {
-        "build_timeout_sec": ("build_timeout_s", _number),
-        "docker_image": ("docker_image", _text),
-        "os": (None, _one_of("linux")),
-        "cpus": ("cpus", _processors),
-        "memory_mb": ("memory_bytes", _megabytes),
-        "memory": ("memory_bytes", _size),
-        "storage_mb": ("disk_bytes", _megabytes),
-        "storage": ("disk_bytes", _size),
-        "gpus": (None, _one_of(0)),
-        "gpu_types": (None, _one_of([])),
-        "mcp_servers": (None, _one_of([])),
-        "env": ("env", _env),
-        "workdir": ("workdir", _workdir),
-        "allow_internet": (None, _one_of(True, False)),
-        **_NETWORK,
-    },
+    "solution": {"env": ("solution_env", _env), "timeout_sec": ("solution_timeout_s", _number)},
+    "environment": {**_VERIFIER_ENVIRONMENT, "healthcheck": ("health_check", _health_check)},
 }
 
 
@@ -370,16 +466,27 @@ def _read_fields(data: dict[str, Any]) -> dict[str, Any]:
         tables[section] = data[section]
     values = {}
     for section, table in tables.items():
-        for field, value in table.items():
-            where = f"{section}.{field}" if section else field
-            if field not in _FIELDS[section]:
-                raise TaskError(f"{where} is unknown or not supported")
-            name, read = _FIELDS[section][field]
-            try:
-                value = read(value)
-            except TaskError as error:
-                raise TaskError(f"{where} = {table[field]!r}: {error}") from None
-            if name is not None:
-                if values.setdefault(name, value) != value:
-                    raise TaskError(f"{where} differs from its newer name in {section}")
+        values |= _read_table(table, section, _FIELDS[section])
+    return values
+
+
+def _read_table(
+    table: Any, section: str, fields: Mapping[str, tuple[str | None, Callable]]
+) -> dict[str, Any]:
+    """Returns the values of a table by their names in the dataclass."""
+    if not isinstance(table, dict):
+        raise TaskError("it must be a table")
+    values: dict[str, Any] = {}
+    for field, value in table.items():
+        where = f"{section}.{field}" if section else field
+        if field not in fields:
+            raise TaskError(f"{where} is unknown or not supported")
+        name, read = fields[field]
+        try:
+            value = read(value)
+        except TaskError as error:
+            raise TaskError(f"{where} = {table[field]!r}: {error}") from None
+        if name is not None:
+            if values.setdefault(name, value) != value:
+                raise TaskError(f"{where} differs from its newer name in {section}")
     return values

@@ -20,6 +20,7 @@ from glm5_jax.envs.terminal.grading import (
     sandbox_config,
     workdir_of,
 )
+from glm5_jax.envs.terminal.health import wait_until_healthy
 from glm5_jax.envs.terminal.image import BuildConfig, ImageError, Images
 from glm5_jax.envs.terminal.shell import Shell, command_for_script
 from glm5_jax.envs.terminal.task import TaskError, TaskLimits, TerminalTask
@@ -60,7 +61,11 @@ class Oracle:
             raise TaskError(f"task {task.name}: it has no solution/solve.sh")
         script = await asyncio.to_thread((folder / "solve.sh").read_bytes)
         await sandbox.put_folder("/solution", folder)
-        await sandbox.exec(command_for_script(script, "/solution/solve.sh"), env=task.solution_env)
+        await sandbox.exec(
+            command_for_script(script, "/solution/solve.sh"),
+            env=task.solution_env,
+            timeout_s=task.solution_timeout_s,
+        )
 
 
 class Script:
@@ -164,6 +169,8 @@ class TrialRunner:
         async with contextlib.AsyncExitStack() as stack:
             async with Sandbox(sandbox_config(task, image, self._limits)) as box:
                 await box.exec(MAKE_LOGS, user="root", cwd="/")
+                if task.health_check is not None:
+                    await wait_until_healthy(box, task.health_check)
                 shell = Shell(box, task.user or image.user, workdir, task.agent_timeout_s)
                 try:
                     limit = await _attempt(task, agent, shell)
@@ -178,6 +185,9 @@ class TrialRunner:
                 verdict = await self._grader.grade_failed_attempt(task, image, failure)
             elif submission is not None:
                 verdict = await self._grader(task, image, submission)
+        assert verdict is not None, (
+            "without a submission there is a failure, or the sandbox was graded"
+        )
         error = "; ".join(filter(None, (limit, verdict.error))) or None
         return dataclasses.replace(verdict, error=error)
 

@@ -19,9 +19,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import block
+from glm5_jax.model.context import make_context
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Selection
 from glm5_jax.model.router import route
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import Region
 from glm5_jax.parallel.tree import flatten, unflatten
 from pallas_kernels.pointwise import rms_norm
@@ -112,9 +114,9 @@ def feed_forwards(
     tokens = jnp.asarray(tokens)
     b, t = tokens.shape
     execution, region = ExecutionConfig(), Region()
-    weights = glm5.WeightGatherer(cfg, region, execution)
+    weights = WeightGatherer(cfg, region, execution)
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
-    context, _ = glm5.make_context(positions, None, None, cfg, execution, region)
+    context, _ = make_context(positions, None, None, cfg, execution, region)
 
     @functools.partial(jax.jit, static_argnames="kind")
     def step(w, idle, x, selection, kind):

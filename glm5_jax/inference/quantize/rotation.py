@@ -10,7 +10,7 @@ forward has no additional products:
 
 At the end the stream is rotated back (`model.rotated_norm`): d * d more weights before the last norm, 0.1% of the
 products of GLM-5's forward. Only a product per token and expert could rotate the inputs of down-projections;
-experiments/LOG.md has what that would gain.
+docs/results/serving.md has what that would gain.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def fold(params: PyTree, cfg: ModelConfig) -> tuple[PyTree, ModelConfig]:
         flat["lm_head/weight"] = flat["embed/weight"].T
         cfg = dataclasses.replace(cfg, tie_word_embeddings=False)
     names = flatten(glm5.axis_letters(cfg))
-    blocks = {name: layers for name, layers in glm5.stacks(cfg)}
+    blocks: dict[str, range | None] = {name: layers for name, layers in glm5.stacks(cfg)}
     if cfg.num_nextn_predict_layers:
         blocks["mtp/block"] = None
         # Only the embedding's half: the input of the other half is not rotated.

@@ -83,9 +83,13 @@ def quantise(
     return map_with_path(one, params), dataclasses.replace(cfg, int4_group=None)
 
 
-def quantised(path: str, w: Array, letters: str, group: int) -> Int4 | Int8:
-    """Returns the plain weight w of a path quantised by its rule. letters: its axes. group: rows of a scale in int4."""
+def quantised(path: str, w: Array, letters: str, group: int | None) -> Int4 | Int8:
+    """Returns the plain weight w of a path quantised by its rule.
+
+    letters: its axes. group: rows of a scale in int4; None: the weight becomes int8.
+    """
     if re.search(RULES[0][0], path):
+        assert group is not None, "an int4 weight has groups"
         return Int4(*_w4(w, group=group))
     return Int8(*_w8(w, axes=summed(letters)))
 

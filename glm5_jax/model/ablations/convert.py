@@ -98,15 +98,7 @@ def add_missing_weights(
     if not missing:
         return params
 
-    def draw(key):
-        fresh = flatten(glm5.init_params(cfg, key, dtype, mesh))
-        return {path: fresh[path] for path in missing}
-
-    if mesh is None:
-        new = draw(key)
-    else:  # compiled, so that weights that are not returned are not computed
-        shardings = flatten(glm5.param_shardings(cfg, mesh))
-        new = jax.jit(draw, out_shardings={path: shardings[path] for path in missing})(key)
+    new = flatten(glm5.init_params(cfg, key, dtype, mesh, missing))
     for path in missing:
         neutral = NEUTRAL.get(path.split("/")[-1]) if "/gdn/" in path else None
         if neutral:

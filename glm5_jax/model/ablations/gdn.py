@@ -9,8 +9,6 @@ The convolution is causal and covers the last w inputs of each channel. x W are 
 without RoPE.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,12 +16,10 @@ from jaxtyping import Array, Float, PyTree
 
 from glm5_jax.model.ablations.recurrence import delta_rule
 from glm5_jax.model.cache import RecurrentState
+from glm5_jax.model.context import ForwardContext
 from glm5_jax.parallel.params import Declare
 from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.pointwise import rms_norm
-
-if TYPE_CHECKING:  # block imports this module
-    from glm5_jax.model.block import ForwardContext
 
 # Mean and standard deviation of the public implementations' initial values: a_log = log U(0, 16), dt_bias
 # so that softplus(dt_bias) is log-uniform in [0.001, 0.1], taps uniform within w^-1/2 for w = 4.
@@ -51,7 +47,7 @@ def gdn(
     q: Float[Array, "b t n h+r"],
     k: Float[Array, "b t y h+r"],
     v: Float[Array, "b t y u"],
-    context: "ForwardContext",
+    context: ForwardContext,
     cache: RecurrentState | None,
 ) -> tuple[Float[Array, "b t n u"], RecurrentState | None]:
     """Returns (output heads, new state) of the normed input x and its heads q, k, v without RoPE."""

@@ -1,6 +1,6 @@
 """Attention of layers without MLA: grouped queries, and linear attention on the layer's projections."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
@@ -9,12 +9,10 @@ from glm5_jax.model.ablations.gdn import gdn
 from glm5_jax.model.ablations.gqa import gqa, gqa_heads, rotate_last
 from glm5_jax.model.ablations.simple_gdn import simple_gdn
 from glm5_jax.model.cache import KeyValues, RecurrentState, write
+from glm5_jax.model.context import ForwardContext
 from glm5_jax.model.mla import Queries, expand
 from pallas_kernels.mla_prologue import mla_prologue
 from pallas_kernels.numerics import accum_dtype
-
-if TYPE_CHECKING:  # block imports this module
-    from glm5_jax.model.block import ForwardContext
 
 
 class Alternative(NamedTuple):
@@ -35,7 +33,7 @@ def grouped_query_attention(
     w: PyTree,
     x: Float[Array, "b t d"],
     cache: KeyValues | None,
-    context: "ForwardContext",
+    context: ForwardContext,
     window: int | None,
 ) -> Alternative:
     """Runs grouped-query attention over this device's queries and all devices' keys.
@@ -60,7 +58,7 @@ def linear_attention(
     gates: PyTree | None,
     x: Float[Array, "b t d"],
     cache: RecurrentState | None,
-    context: "ForwardContext",
+    context: ForwardContext,
 ) -> Alternative:
     """Runs linear attention on the heads of w: Gated DeltaNet with the weights `gates`, SimpleGDN without."""
     if context.cfg.projections == "gqa":
@@ -68,7 +66,7 @@ def linear_attention(
     else:
         cos = jnp.ones_like(context.cos)  # with sin 0: no rotation
         eps = context.cfg.latent_norm_eps
-        heads = mla_prologue(x, w, cos, jnp.zeros_like(cos), eps=eps, implementation="ref")
+        heads = mla_prologue(x, w, cos, jnp.zeros_like(cos), eps=eps, implementation="xla")
         q, (k, v) = heads.q, expand(w, heads.latent)
     if gates is None:
         out, cache = simple_gdn(q, k, v, context, cache)

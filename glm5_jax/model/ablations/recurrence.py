@@ -6,7 +6,6 @@ each runs some heads over the full sequence.
 """
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from glm5_jax.model.cache import RecurrentState
+from glm5_jax.model.context import ForwardContext
 from pallas_kernels.gated_delta import gated_delta, gated_delta_step
 from pallas_kernels.numerics import accum_dtype
-
-if TYPE_CHECKING:  # block imports this module
-    from glm5_jax.model.block import ForwardContext
 
 L2_EPS = 1e-6  # added to a head's squared length before the root, as in public implementations
 
@@ -29,7 +26,7 @@ def delta_rule(
     v: Float[Array, "b t y u"],
     g: Float[Array, "b t n"],
     beta: Float[Array, "b t n"],
-    context: "ForwardContext",
+    context: ForwardContext,
     cache: RecurrentState | None,
     taps: Float[Array, "n 2*(h+r)+u w"] | None = None,
 ) -> tuple[Float[Array, "b t n u"], RecurrentState | None]:
@@ -100,6 +97,7 @@ def _convolve(x, taps, segments, context, cache: RecurrentState | None):
         past = jnp.zeros((b, width - 1, *x.shape[2:]), x.dtype)
         past_segments = jnp.zeros((b, width - 1), segments.dtype)
     else:
+        assert cache.conv is not None, "a layer with taps keeps its last inputs"
         past = cache.conv
         padded = jnp.pad(context.key_segments, ((0, 0), (width - 1, 0)))
         past_segments = lax.dynamic_slice_in_dim(padded, context.start, width - 1, axis=1)

@@ -10,24 +10,20 @@ queries and keys are normalised or rotated. This implementation:
 - uses no RoPE.
 """
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from glm5_jax.model.ablations.recurrence import delta_rule
 from glm5_jax.model.cache import RecurrentState
+from glm5_jax.model.context import ForwardContext
 from pallas_kernels.numerics import accum_dtype
-
-if TYPE_CHECKING:  # block imports this module
-    from glm5_jax.model.block import ForwardContext
 
 
 def simple_gdn(
     q: Float[Array, "b t n h+r"],
     k: Float[Array, "b t y h+r"],
     v: Float[Array, "b t y u"],
-    context: "ForwardContext",
+    context: ForwardContext,
     cache: RecurrentState | None,
 ) -> tuple[Float[Array, "b t n u"], RecurrentState | None]:
     """Returns (output heads, new state) of heads q, k, v without RoPE."""

@@ -1,4 +1,4 @@
-"""From the rewards of a group, the attempts at one task, to the advantage of each."""
+"""Computes the advantage of each attempt from the rewards of its GRPO group, the attempts at one task."""
 
 from collections.abc import Sequence
 
@@ -7,31 +7,31 @@ import numpy as np
 BASELINES = ("zscore", "centred", "leave_one_out", "none")
 
 
-def advantages(rewards: Sequence[float | None], baseline: str = "zscore") -> np.ndarray:
-    """float64[g] of a group's rewards; of those that are None, failures of the environment, 0.
+def compute_advantages(rewards: Sequence[float | None], baseline: str = "zscore") -> np.ndarray:
+    """Returns the advantages of a group's rewards, float64[g]; 0 for rewards that are None.
 
     zscore         (r - mean) / (std + 1e-6), the sample's standard deviation (GLM-5 3.2; its ddof is not printed)
     centred        r - mean (GLM-5 3.3)
     leave_one_out  r - mean of the others (RLOO)
     none           r
 
-    Statistics are those of the rewards that are there. With a single one, and where all are equal, all but
-    "none" give 0. ValueError for another baseline, and for a reward that is not finite.
+    A reward is None if the environment failed. Statistics leave it out. If fewer than two rewards remain, or all are
+    equal, every baseline but "none" gives 0. Raises ValueError for an unknown baseline, or if a reward is not finite.
     """
     if baseline not in BASELINES:
         raise ValueError(f"baseline is {baseline!r}; use one of {', '.join(BASELINES)}")
-    there = np.array([r is not None for r in rewards], bool)
-    found = np.array([r for r in rewards if r is not None], np.float64)
-    if not np.isfinite(found).all():
+    is_scored = np.array([r is not None for r in rewards], bool)
+    scored = np.array([r for r in rewards if r is not None], np.float64)
+    if not np.isfinite(scored).all():
         raise ValueError(f"rewards are {list(rewards)}; they must be finite, or None")
-    out = np.zeros(len(there))
+    advantages = np.zeros(len(is_scored))
     if baseline == "none":
-        out[there] = found
-    elif len(found) > 1 and found.min() < found.max():
-        away = found - found.mean()
+        advantages[is_scored] = scored
+    elif len(scored) > 1 and scored.min() < scored.max():
+        deviation = scored - scored.mean()
         if baseline == "zscore":
-            away = away / (found.std(ddof=1) + 1e-6)
+            deviation = deviation / (scored.std(ddof=1) + 1e-6)
         elif baseline == "leave_one_out":
-            away = away * len(found) / (len(found) - 1)
-        out[there] = away
-    return out
+            deviation = deviation * len(scored) / (len(scored) - 1)
+        advantages[is_scored] = deviation
+    return advantages

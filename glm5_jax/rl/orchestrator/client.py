@@ -1,4 +1,8 @@
-"""Clients of the asynchronous system: of the hub, for a trainer, and of any server of JSON, for what runs in a loop."""
+"""HTTP clients of the asynchronous RL system.
+
+- `JsonClient`: asynchronous client of any server that speaks JSON; the orchestrator and the task services use it.
+- `OrchestratorClient`: blocking client of the orchestrator; the trainer uses it, and people do.
+"""
 
 import asyncio
 import dataclasses
@@ -6,225 +10,313 @@ import http.client
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.trajectory import Taken, trajectory
+from glm5_jax.rl.rollouts.client import RecordClient, is_refused
+from glm5_jax.rl.rollouts.record_codec import decode_records
+from glm5_jax.rl.trajectory import BatchGroup, Trajectory, trajectory_from_json
 from glm5_jax.runtime.http_server import ApiError, json_bytes, read_json, truncate_text
 from glm5_jax.runtime.json_body import MAX_SINGLE_PASS_BYTES, JsonLimits
 
 _log = logging.getLogger(__name__)
-SHOWN = 200  # bytes of an answer that cannot be read
-MAX_MESSAGE = 2000  # characters of an error that an answer tells
-NOT_BEGUN = 428  # of HTTP: the hub has not been told where the trainer is
-UNAVAILABLE = 503  # of HTTP: the hub cannot keep what it is sent, and says why
-AGAIN = 0.5  # seconds between two tries to reach a hub
-POLL = 30.0  # seconds that a hub is asked to wait at once
-MARGIN = 60.0  # seconds that an answer may take beyond those that it was asked to wait
+MAX_SHOWN_BYTES = 200  # of a response that is not JSON, in error messages
+MAX_MESSAGE_LENGTH = 2000  # characters of an error message from a server
+NO_TRAINER = 428  # HTTP status: the orchestrator does not know the trainer's position
+UNAVAILABLE = 503  # HTTP status: the orchestrator cannot store the request now
+RETRY_DELAY_S = 0.5  # between two attempts to reach the orchestrator
+POLL_TIMEOUT_S = 30.0  # longest wait of one request for a batch
+RESPONSE_MARGIN_S = 60.0  # time for a response in addition to the wait that the request asks for
 
 
 class JsonClient:
-    """Asks servers of JSON, as many at once as are asked, within `async with`, which may be entered again.
+    """Asynchronous HTTP client for JSON, with any number of concurrent requests.
 
-    api_key: that they want. most_bytes: of an answer.
+    Requests are possible inside `async with`, which may be entered several times.
+
+    - api_key: key that the servers require; None: no key.
+    - max_response_bytes: size limit of a response, in bytes.
     """
 
-    def __init__(self, api_key: str | None = None, *, most_bytes: int = 2**28):
+    def __init__(self, api_key: str | None = None, *, max_response_bytes: int = 2**28):
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._most, self._session = most_bytes, None
+        self._max_response_bytes = max_response_bytes
+        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "JsonClient":
-        # `seconds` counts, and the pool's own limit must not make requests wait on that clock.
-        connector, forever = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+        # `timeout_s` is the only time limit; a connection limit would make requests wait on that clock.
+        connector, no_timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(
-            headers=self._headers, connector=connector, timeout=forever
+            headers=self._headers, connector=connector, timeout=no_timeout
         )
         return self
 
     async def __aexit__(self, *_) -> None:
-        await self._session.close()
+        if self._session is not None:
+            await self._session.close()
 
-    async def ask(
+    async def request(
         self,
         method: str,
         url: str,
         body: Any = None,
         *,
-        seconds: float,
-        most_bytes: int | None = None,
+        timeout_s: float,
+        max_response_bytes: int | None = None,
         limits: JsonLimits = JsonLimits(),
         api_key: str | None = None,
     ) -> Any:
-        """Returns the value of an answer. Raises ServerError unless it is 200 and JSON, in time and not too long.
+        """Sends a request and returns the JSON value of the response.
 
-        most_bytes: size of the answer; None: that of the client. limits: what the answer may hold. api_key: key of
-        this server; None: that of the client.
+        Raises ServerError unless the status is 200 and the body is JSON within the time and size limits.
+
+        - max_response_bytes: size limit of this response; None: that of the client. The smaller one applies.
+        - limits: limits on the values of the response.
+        - api_key: key of this server; None: that of the client.
         """
         if self._session is None:
             raise RuntimeError("the client is not open; use it within `async with`")
         data = None if body is None else json_bytes(body)
         headers = None if api_key is None else {"Authorization": f"Bearer {api_key}"}
         try:
-            async with asyncio.timeout(seconds):
-                # A server that redirects would choose where the API key and the request go.
+            async with asyncio.timeout(timeout_s):
+                # Redirects are refused, because the server would choose where the API key and the request go.
                 request = self._session.request(
                     method, url, data=data, headers=headers, allow_redirects=False
                 )
                 async with request as response:
-                    most = min(most_bytes or self._most, self._most)
-                    status, content = response.status, await self._read(url, response, most)
+                    max_bytes = min(
+                        max_response_bytes or self._max_response_bytes, self._max_response_bytes
+                    )
+                    status, content = response.status, await self._read(url, response, max_bytes)
         except TimeoutError:
-            raise ServerError(f"{url} has not answered within {seconds:g} s") from None
+            raise ServerError(f"{url} has not answered within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"no server answers at {url}: {error}") from None
         if len(content) <= MAX_SINGLE_PASS_BYTES:
-            return _value(url, status, content, limits)
-        # A large answer is read in pieces in another thread, while the answers of others are read here.
-        return await asyncio.to_thread(_value, url, status, content, limits)
+            return _parse_response(url, status, content, limits)
+        # A large response is parsed in another thread, so that the event loop can read other responses.
+        return await asyncio.to_thread(_parse_response, url, status, content, limits)
 
-    async def _read(self, url: str, response: aiohttp.ClientResponse, most: int) -> bytes:
+    async def _read(self, url: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         content = bytearray()
         async for chunk in response.content.iter_any():
             content += chunk
-            if len(content) > most:
-                raise ServerError(f"the answer of {url} is longer than {most} bytes")
+            if len(content) > max_bytes:
+                raise ServerError(f"the response of {url} is longer than {max_bytes} bytes")
         return bytes(content)
 
 
-def _value(url: str, status: int, content: bytes, limits: JsonLimits) -> Any:
+def _parse_response(url: str, status: int, content: bytes, limits: JsonLimits) -> Any:
     try:
         value = read_json(content, limits)
         if status == 200:
             return value
         message = value["error"]["message"]
     except (ApiError, LookupError, TypeError) as error:
-        shown = content[:SHOWN].decode(errors="replace")
-        why = f", as {error}" if isinstance(error, ApiError) else ""
-        message = f"the answer of {url} is no JSON of an API ({status}{why}): {shown}"
-    raise ServerError(truncate_text(str(message), MAX_MESSAGE), status)
+        shown = content[:MAX_SHOWN_BYTES].decode(errors="replace")
+        why = f", because {error}" if isinstance(error, ApiError) else ""
+        message = f"the response of {url} is not the JSON of an API ({status}{why}): {shown}"
+    raise ServerError(truncate_text(str(message), MAX_MESSAGE_LENGTH), status)
 
 
-class HubClient:
-    """Of the hub at `url`, for a trainer and for people: it waits, and without a limit while a hub has no room on its disk. patience: seconds that a hub which is not there, as it is started anew,
-    is asked again. Then, and for what the hub refuses, as whatever a trainer says that another has replaced, all methods
-    raise ServerError.
+class OrchestratorClient:
+    """Blocking client of the orchestrator at `url`, for the trainer and for people.
+
+    - An orchestrator that does not answer, because it restarts, gets the same request for up to `patience_s` seconds.
+    - An orchestrator without disk space for its journal gets the same request until it has space.
+    - The token records of a batch come from the gateway. While it does not answer, the batch is not ready.
+
+    After that, and if the orchestrator refuses a request, all methods raise ServerError. The orchestrator refuses all
+    requests of a trainer that another trainer has replaced.
 
     Attributes:
-      hindered: what the hub says stands in the way of the batch that was last asked for; empty once it is there.
-      counts: of that batch, what the hub has counted since the one before (`Buffer.counted`).
+      blockers: reasons of the orchestrator why the last requested batch is not ready; empty when it is.
+      counts: counts of the orchestrator between the previous batch and this one (`GroupBuffer.batch_counts`).
     """
 
-    def __init__(self, url: str, api_key: str | None = None, *, patience: float = 120.0):
-        if not patience >= 0:
-            raise ValueError(f"patience is {patience}; it must not be negative")
-        self._client, self._patience = Client(url, api_key, direct=True), patience
-        self._weights: dict[str, Any] | None = None  # that the engines have
-        self._lease = 0  # of this trainer, once it has begun
-        self.hindered: tuple[str, ...] = ()
+    def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 120.0):
+        if not patience_s >= 0:
+            raise ValueError(f"patience_s is {patience_s}; it must not be negative")
+        self._client, self._patience_s = Client(url, api_key, direct=True), patience_s
+        self._api_key = api_key
+        self._weights: dict[str, Any] | None = None  # version and checksum in the engines
+        self._lease = 0  # of this trainer; 0: it has not begun
+        self.blockers: tuple[str, ...] = ()
         self.counts: dict[str, int] = {}
 
     def begin(self, step: int, version: int, checksum: str | None = None) -> None:
-        """After a start or resume: the trainer has done `step` updates, and the engines have the weights of `version`,
-        with the checksum that they tell of them."""
+        """Registers the trainer after a start or a resume.
+
+        - step: number of updates that the trainer has done.
+        - version, checksum: weights in the engines, with the checksum that the engines report.
+        """
         weights = {"version": version, "checksum": checksum}
-        self._lease = self._ask("/trainer/begin", {"step": step, **weights})["lease"]
+        self._lease = self._request("/trainer/begin", {"step": step, **weights})["lease"]
         self._weights = weights
 
-    def take(self, step: int, seconds: float = 60.0) -> list[Taken] | None:
-        """The batch that the trainer of `step` updates learns from, waited for so long; None: it is not there yet. Asked
-        again before it is trained on, the same."""
-        until = time.monotonic() + seconds
+    def take(self, step: int, timeout_s: float = 60.0) -> list[BatchGroup] | None:
+        """Returns the batch that the trainer trains on after `step` updates; None if it is not ready in time.
+
+        Until the batch is trained on, repeated calls return the same batch, unless the gateway has lost token records
+        meanwhile. Their rollouts have then failed, and the orchestrator repairs or replaces the groups.
+        """
+        end = time.monotonic() + timeout_s
         while True:
-            left = max(0.0, until - time.monotonic())
-            body = {"step": step, "seconds": min(left, POLL)}
-            said = self._known(step, "/groups/take", body, body["seconds"])
-            self.hindered = tuple(said.get("hindered", ()))
-            self.counts = said.get("counts", {})
-            if said["groups"] is not None:
-                return [heard_taken(group) for group in said["groups"]]
-            if time.monotonic() >= until:
+            remaining_s = max(0.0, end - time.monotonic())
+            wait_s = min(remaining_s, POLL_TIMEOUT_S)
+            body = {"step": step, "timeout_s": wait_s}
+            response = self._request_with_lease(step, "/groups/take", body, wait_s)
+            self.blockers = tuple(response.get("blockers", ()))
+            self.counts = response.get("counts", {})
+            if response["groups"] is not None:
+                groups = [batch_group_from_json(group) for group in response["groups"]]
+                remaining_s = max(0.0, end - time.monotonic())
+                contents = self._fetch_records(response["gateway"], groups, remaining_s)
+                if contents is None:
+                    return None
+                lost = sorted({m.rollout_id for g in groups for m in g.members} - contents.keys())
+                if not lost:
+                    return with_records(groups, contents)
+                _log.warning("the gateway has lost the records of %s", ", ".join(lost))
+                self._request_with_lease(step, "/groups/lost", {"rollout_ids": lost})
+            elif time.monotonic() >= end:
                 return None
 
-    def trained(self, step: int) -> None:
-        """The trainer has learnt from the batch of `step`, and has now done one update more."""
-        self._known(step + 1, "/groups/trained", {"step": step})
+    def _fetch_records(
+        self, gateway: str, groups: Sequence[BatchGroup], timeout_s: float
+    ) -> dict[str, bytes] | None:
+        """Returns the encoded records of the members of groups, by rollout, without lost ones.
+
+        Returns None, and sets `blockers`, if the gateway does not answer in time. Raises ServerError if it refuses.
+        """
+        digests = {
+            member.rollout_id: member.summary.digest
+            for group in groups
+            for member in group.members
+            if member.summary is not None
+        }
+        try:
+            return RecordClient(gateway, self._api_key).fetch(digests, timeout_s)
+        except ServerError as error:
+            if is_refused(error):
+                raise
+            self.blockers = (f"the gateway at {gateway} fails: {error}",)
+            return None
+
+    def mark_trained(self, step: int) -> None:
+        """Reports that the trainer has trained on the batch of `step`, and has done one more update."""
+        self._request_with_lease(step + 1, "/groups/trained", {"step": step})
 
     def push(self, version: int, checksum: str | None = None) -> None:
-        """The engines have the weights of `version`; those that have others are asked for nothing."""
+        """Reports that the engines have these weights. Engines that have others get no requests."""
         weights = {"version": version, "checksum": checksum}
-        self._known(version, "/version", weights)
+        self._request_with_lease(version, "/version", weights)
         self._weights = weights
 
-    def evaluate(self, count: int, seconds: float = 3600.0) -> dict[str, dict[str, Any]]:
-        """By task, what became of attempts at so many held-out tasks at most: "reward", the mean, None if there is none;
-        "count", of attempts that have one; "failed", of others."""
-        return self._ask("/evaluate", {"count": count, "seconds": seconds}, seconds)["tasks"]
+    def evaluate(self, count: int, timeout_s: float = 3600.0) -> dict[str, dict[str, Any]]:
+        """Runs attempts at up to `count` held-out tasks of every task service, and returns results by task.
 
-    def cancel(self, group_id: str, again: bool = False) -> None:
-        """Calls off a group that is under way. again: whether its task number is to be admitted again."""
-        self._ask("/groups/cancel", {"group_id": group_id, "again": again})
+        A result has "reward", the mean, None without rewards; "count" of attempts with a reward; "failed", the others.
+        """
+        body = {"count": count, "timeout_s": timeout_s}
+        return self._request("/evaluate", body, timeout_s)["tasks"]
 
-    def pause(self, paused: bool = True) -> None:
-        """No group begins until it is told False; those under way go on."""
-        self._ask("/pause" if paused else "/resume", {})
+    def cancel(self, group_id: str, should_resample: bool = False) -> None:
+        """Cancels a running group. should_resample: whether its task number is sampled again."""
+        self._request("/groups/cancel", {"group_id": group_id, "should_resample": should_resample})
+
+    def pause(self, is_paused: bool = True) -> None:
+        """Stops new groups from starting, or allows it with False. Running groups continue."""
+        self._request("/pause" if is_paused else "/resume", {})
 
     def status(self) -> dict[str, Any]:
-        """How everything is doing."""
-        return self._ask("/status")
+        """Returns the status of the orchestrator, its gateway and its task services."""
+        return self._request("/status")
 
-    def _known(self, step: int, path: str, body: Mapping, seconds: float = 0.0) -> Any:
-        """As `_ask`; a hub that knows nothing, as it was started anew without a journal, is first told of this step."""
+    def _request_with_lease(
+        self, step: int, path: str, body: Mapping, wait_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Sends a request under the trainer's lease.
+
+        An orchestrator that restarted without a journal knows no trainer; then `begin` is repeated with this step.
+        """
         try:
-            return self._ask(path, body | {"lease": self._lease}, seconds)
+            return self._request(path, {**body, "lease": self._lease}, wait_s)
         except ServerError as error:
-            if error.status != NOT_BEGUN or self._weights is None:
+            if error.status != NO_TRAINER or self._weights is None:
                 raise
         self.begin(step, **self._weights)
         if path == "/groups/trained":
             return {}
-        return self._ask(path, body | {"lease": self._lease}, seconds)
+        return self._request(path, {**body, "lease": self._lease}, wait_s)
 
-    def _ask(self, path: str, body: Mapping | None = None, seconds: float = 0.0) -> Any:
+    def _request(self, path: str, body: Mapping | None = None, wait_s: float = 0.0) -> Any:
         data = None if body is None else json_bytes(body)
-        until, pause = time.monotonic() + self._patience, ""
+        end, last_warning = time.monotonic() + self._patience_s, ""
         while True:
             try:
-                with self._client.open(path, data, timeout_s=seconds + MARGIN) as response:
+                timeout_s = wait_s + RESPONSE_MARGIN_S
+                with self._client.open(path, data, timeout_s=timeout_s) as response:
                     return json.load(response)
             except ServerError as error:
                 if error.status == UNAVAILABLE:
-                    # The hub is there and waits for room on its disk, as must the trainer.
-                    if str(error) != pause:
+                    # The orchestrator runs and waits for disk space, so the trainer must wait too.
+                    if str(error) != last_warning:
                         _log.warning("%s", error)
-                    until, pause = time.monotonic() + self._patience, str(error)
-                elif error.status is not None or time.monotonic() > until:
+                    end, last_warning = time.monotonic() + self._patience_s, str(error)
+                elif error.status is not None or time.monotonic() > end:
                     raise
             except (OSError, http.client.HTTPException, ValueError) as error:
-                # It was killed in the middle of its answer.
-                if time.monotonic() > until:
-                    raise ServerError(f"the hub's answer to {path} has no end: {error}") from None
-            time.sleep(AGAIN)
+                # The orchestrator was killed while it sent the response.
+                if time.monotonic() > end:
+                    raise ServerError(
+                        f"the orchestrator's response to {path} is incomplete: {error}"
+                    ) from None
+            time.sleep(RETRY_DELAY_S)
 
 
-def told_taken(group: Taken) -> dict:
-    """A group as JSON, each member once; `heard_taken` is the way back."""
-    own = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+def batch_group_to_json(group: BatchGroup) -> dict:
+    """Returns a group as JSON without records, with each member once; `batch_group_from_json` is the inverse."""
+    fields = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
     members = {member.rollout_id: member for member in group.members}
-    return own | {
-        "members": [member.told() for member in members.values()],
-        "places": [member.rollout_id for member in group.members],
+    return fields | {
+        "members": [member.to_json() for member in members.values()],
+        "member_ids": [member.rollout_id for member in group.members],
     }
 
 
-def heard_taken(said: Mapping[str, Any]) -> Taken:
-    """The group that `told_taken` spoke of; copies are the same objects."""
-    said = dict(said)
-    members = {one["rollout_id"]: trajectory(one) for one in said["members"]}
-    places = said.pop("places")
-    more = {"members": tuple(members[name] for name in places), "baseline": tuple(said["baseline"])}
-    return Taken(**{**said, **more})
+def batch_group_from_json(body: Mapping[str, Any]) -> BatchGroup:
+    """Returns the group that `batch_group_to_json` encoded; repeated members are the same object."""
+    members = {member["rollout_id"]: trajectory_from_json(member) for member in body["members"]}
+    fields = {name: value for name, value in body.items() if name != "member_ids"}
+    fields["members"] = tuple(members[rollout_id] for rollout_id in body["member_ids"])
+    fields["baseline"] = tuple(body["baseline"])
+    return BatchGroup(**fields)
+
+
+def with_records(groups: Sequence[BatchGroup], contents: Mapping[str, bytes]) -> list[BatchGroup]:
+    """Returns groups whose members have their records; repeated members are the same object.
+
+    contents: encoded records by rollout.
+    """
+
+    def load(member: Trajectory) -> Trajectory:
+        records = decode_records(
+            contents[member.rollout_id], rollout_id=member.rollout_id, group_id=member.group_id
+        )
+        return dataclasses.replace(member, records=records)
+
+    loaded = []
+    for group in groups:
+        members = {m.rollout_id: m for m in group.members}
+        members = {name: load(member) for name, member in members.items()}
+        loaded.append(
+            dataclasses.replace(group, members=tuple(members[m.rollout_id] for m in group.members))
+        )
+    return loaded

@@ -1,4 +1,8 @@
-"""A rollout at a task service, from its session at the gateway to its trajectory, and again if the environment fails."""
+"""Dispatcher of rollouts: runs a rollout at a task service, with retries if the environment fails.
+
+One attempt opens a session at the gateway, sends the rollout to the service, and finishes the session. The gateway keeps
+the token records and returns their summary. The result of a rollout is a `Trajectory`, without the records.
+"""
 
 import asyncio
 import dataclasses
@@ -6,320 +10,392 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.orchestrator.client import JsonClient
-from glm5_jax.rl.orchestrator.fair_share import CLOSED, OPEN, Breaker, BreakerConfig
-from glm5_jax.rl.orchestrator.staleness import Admitted
-from glm5_jax.rl.orchestrator.task_registry import Service
-from glm5_jax.rl.orchestrator.task_service import Outcome, outcome
-from glm5_jax.rl.rollouts.sessions import seed_of
-from glm5_jax.rl.trajectory import Trajectory, heard
-from glm5_jax.rl.types import Reward, Weights
+from glm5_jax.rl.orchestrator.fair_share import CLOSED, OPEN, CircuitBreaker, CircuitBreakerConfig
+from glm5_jax.rl.orchestrator.staleness import GroupTicket
+from glm5_jax.rl.orchestrator.task_registry import RegisteredService
+from glm5_jax.rl.orchestrator.task_service import Outcome, outcome_from_json
+from glm5_jax.rl.rollouts.sessions import derive_seed
+from glm5_jax.rl.trajectory import RecordSummary, Trajectory, summary_from_json
+from glm5_jax.rl.types import Reward, WeightVersion, has_used_tools
 from glm5_jax.runtime.json_body import JsonLimits
 
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class RemoteConfig:
-    """Construction refuses values out of range (ValueError).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DispatcherConfig:
+    """Options of the dispatcher. Raises ValueError for values out of range.
 
     Attributes:
-      tries: of a rollout whose environment fails, before it counts as failed; the seed is the same.
-      again_after: seconds before another try.
-      call_seconds: that the gateway may take for a session or its samples.
-      cancel_seconds: that a service may take to see that it is called off.
-      look_seconds: that the gateway may take to see which engines have new weights.
-      look: seconds between two looks whether a service has room for an evaluation.
-      sweep_seconds: between two looks for sessions that were left behind.
-      slack: seconds beyond its own deadline that a service may take to answer.
-      max_answer_bytes: size of a service's answer, in bytes.
-      max_answer_values: values of JSON in a service's answer.
-      breaker: of the gateway.
+      max_tries: attempts at a rollout whose environment fails, with the same seed, before the rollout fails.
+      retry_delay_s: time before another attempt, in seconds.
+      gateway_timeout_s: time limit of the gateway for opening, finishing or deleting a session, in seconds.
+      cancel_timeout_s: time a service has to acknowledge a cancellation, in seconds.
+      weights_timeout_s: time limit of the gateway for checking which engines have new weights, in seconds.
+      poll_interval_s: time between two checks whether a service has capacity for an evaluation, in seconds.
+      cleanup_interval_s: time between two searches for sessions to delete, in seconds.
+      response_grace_s: time a service has to respond after its own deadline, in seconds.
+      max_response_bytes: size limit of a service's response, in bytes.
+      max_response_values: maximum number of JSON values in a service's response.
+      breaker: circuit breaker of the gateway.
     """
 
-    tries: int = 2  # ours
-    again_after: float = 1.0  # ours
-    call_seconds: float = 60.0  # ours: samples of long rollouts are megabytes
-    cancel_seconds: float = 5.0  # ours
-    look_seconds: float = 20.0  # ours: a gateway looks at all at once, for 5 s each time
-    look: float = 0.1  # ours
-    sweep_seconds: float = 2.0  # ours
-    slack: float = 15.0  # ours
-    max_answer_bytes: int = 2**23  # ours: 200,000 tokens are about a megabyte of text
-    max_answer_values: int = 20_000  # ours: a chat of 256 turns has some thousands
-    breaker: BreakerConfig = BreakerConfig()
+    max_tries: int = 2  # ours
+    retry_delay_s: float = 1.0  # ours
+    gateway_timeout_s: float = 60.0  # ours
+    cancel_timeout_s: float = 5.0  # ours
+    weights_timeout_s: float = 20.0  # ours: a gateway checks all engines at once, for 5 s each time
+    poll_interval_s: float = 0.1  # ours
+    cleanup_interval_s: float = 2.0  # ours
+    response_grace_s: float = 15.0  # ours
+    max_response_bytes: int = 2**23  # ours: 200,000 tokens are about a megabyte of text
+    max_response_values: int = 20_000  # ours: a chat of 256 turns has some thousands
+    breaker: CircuitBreakerConfig = CircuitBreakerConfig()
 
     def __post_init__(self):
-        own = "tries", "call_seconds", "cancel_seconds", "look_seconds", "look", "sweep_seconds"
-        for name in (*own, "max_answer_bytes", "max_answer_values"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        for name in ("again_after", "slack"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        may_be_zero = ("retry_delay_s", "response_grace_s")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "breaker":
+                continue
+            if field.name in may_be_zero and not value >= 0:
+                raise ValueError(f"{field.name} is {value}; it must not be negative")
+            if field.name not in may_be_zero and not value > 0:
+                raise ValueError(f"{field.name} is {value}; it must be positive")
 
 
 class GatewayError(ServerError):
-    """The gateway failed, not the service."""
+    """Raised if the gateway failed, and not the service."""
 
 
-class Remote:
-    """Has services attempt their tasks over the gateway at `url`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _AttemptResult:
+    """Fields of a trajectory that one attempt determines."""
+
+    reward: Reward
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    has_used_tools: bool = False
+    summary: RecordSummary | None = None
+
+
+class RolloutDispatcher:
+    """Sends rollouts to task services, over sessions of the gateway at `url`.
+
+    - client: HTTP client of the gateway, with the run's key.
+    - services: HTTP client of the task services, without that key.
+    - seed: seed of all rollouts.
+    - clock: returns the time in seconds.
+    - run_id: prefix of the names of all sessions of this orchestrator.
+    - has_group: returns whether the records of a group's rollouts are still needed.
 
     Attributes:
-      gateway: whether that works.
-      error: what was last wrong with it.
-      weights: that the gateway's engines must have; None: any.
+      gateway: circuit breaker of the gateway.
+      error: last error of the gateway; "" if there was none.
+      weights: weights that the gateway's engines must have; None: any.
     """
-
-    weights: Weights | None = None
 
     def __init__(
         self,
         client: JsonClient,
         services: JsonClient,
         url: str,
+        *,
         seed: int,
-        config: RemoteConfig,
+        config: DispatcherConfig,
         clock: Callable[[], float],
-        life: str,
+        run_id: str,
+        has_group: Callable[[str], bool],
+        weights: WeightVersion | None = None,
     ):
-        """client: of the gateway. services: client of the task services, which has no key. life: with which the names
-        of all sessions begin that are this hub's."""
-        self._life, self._under_way = life, set[str]()
+        self._run_id, self._open_sessions = run_id, set[str]()
+        self._has_group = has_group
         self._client, self._services = client, services
         self._url, self._seed = url.rstrip("/"), seed
         self._config, self._clock = config, clock
-        self.gateway, self.error = Breaker(config.breaker), ""
-        self._examinations = 0
+        self.weights = weights
+        self.gateway, self.error = CircuitBreaker(config.breaker), ""
+        self._num_evaluations = 0
 
-    async def rollout(
-        self, service: Service, group: Admitted, place: int, *, held_out: bool = False
+    async def run_rollout(
+        self, service: RegisteredService, group: GroupTicket, index: int, *, held_out: bool = False
     ) -> Trajectory:
-        """The attempt at a place in its group; of one whose environment failed in all tries, only why. Nothing but its
-        cancellation raises."""
-        began = self._clock()
-        own = {"group_id": group.group_id, "task": group.task, "number": group.number}
-        for name in (names := _names(group.group_id, place, self._config.tries)):
-            asked = {
+        """Runs one rollout of a group, with retries if the environment fails.
+
+        If all attempts fail, the trajectory holds only the error. Raises only when cancelled. index: index of the
+        rollout in its group.
+        """
+        start = self._clock()
+        names = _attempt_names(group.group_id, index, self._config.max_tries)
+        for name in names:
+            request = {
                 "rollout_id": name,
                 "group_id": group.group_id,
                 "number": group.number,
                 "held_out": held_out,
                 "base_url": f"{self._url}/sessions/{name}",
-                "seed": seed_of(self._seed, group.order, group.tries, place),
+                "seed": derive_seed(self._seed, group.order, group.tries, index),
             }
             error = ""
             try:
-                found = await self._tried(service, asked)
+                result = await self._attempt_once(service, request)
             except ServerError as failure:
                 error = str(failure)
-                found = {"messages": (), "reward": Reward(None, error=error)}
+                result = _AttemptResult(reward=Reward(None, error=error))
                 _log.info("rollout %s: %s", name, error)
-                # Without a gateway no service works.
+                # Without a gateway no service works, so that the failure is not the service's.
                 if not isinstance(failure, GatewayError) and self.gateway.state == CLOSED:
-                    service.tried(error, self._clock())
+                    service.record_try(error, self._clock())
             except Exception as failure:
-                # What nobody foresaw came from this service too, and must not end the rollouts of others.
+                # An unexpected error comes from this service too, and must not end the rollouts of others.
                 error = f"{type(failure).__name__}: {failure}"
-                found = {"messages": (), "reward": Reward(None, error=error)}
+                result = _AttemptResult(reward=Reward(None, error=error))
                 _log.warning("rollout %s", name, exc_info=failure)
-                service.tried(error, self._clock())
+                service.record_try(error, self._clock())
             else:
-                service.tried("", self._clock())
+                service.record_try("", self._clock())
             if not error or name == names[-1]:
                 break
-            await asyncio.sleep(self._config.again_after)
-            if service.lost or OPEN in (service.breaker.state, self.gateway.state):
+            await asyncio.sleep(self._config.retry_delay_s)
+            if service.is_lost or OPEN in (service.breaker.state, self.gateway.state):
                 break
-        seconds = self._clock() - began
-        ended = Trajectory(**own, rollout_id=name, seconds=seconds, **found)
-        service.ended(ended)
-        return ended
+        trajectory = Trajectory(
+            rollout_id=name,
+            group_id=group.group_id,
+            task=group.task,
+            number=group.number,
+            reward=result.reward,
+            summary=result.summary,
+            metrics=result.metrics,
+            has_used_tools=result.has_used_tools,
+            duration_s=self._clock() - start,
+        )
+        service.record_rollout(trajectory)
+        return trajectory
 
-    async def examine(self, service: Service, count: int, seconds: float) -> dict[str, Any]:
-        """What becomes of attempts at a service's first held-out tasks, which go before others: the mean reward, None if
-        there is none; the count of attempts that have one, and of those that failed or have not ended in time."""
-        name, self._examinations = service.spec.name, self._examinations + 1
-        mark = self._examinations
-        count = wanted = min(count, service.spec.held_out)
-        found: list[Trajectory] = []
+    async def evaluate(
+        self, service: RegisteredService, count: int, timeout_s: float
+    ) -> dict[str, Any]:
+        """Runs attempts at the first held-out tasks of a service, before its groups.
 
-        async def one(number: int) -> None:
-            # Of what is held out always the same seed, and never the same session.
-            group_id = f"{self._life}held-out-{name}-{number}-{mark}"
-            group = Admitted(-1 - number, group_id, name, number, 0)
-            found.append(await self.rollout(service, group, 0, held_out=True))
+        Returns "reward", the mean reward or None; "count", the attempts with a reward; "failed", the attempts that
+        failed or have not ended in time.
+        """
+        name, self._num_evaluations = service.spec.name, self._num_evaluations + 1
+        evaluation = self._num_evaluations
+        count = num_pending = min(count, service.spec.held_out)
+        trajectories: list[Trajectory] = []
 
-        def ended(_: asyncio.Task) -> None:
+        async def run(number: int) -> None:
+            # The seed of a held-out task is always the same, its session never is.
+            group_id = f"{self._run_id}held-out-{name}-{number}-{evaluation}"
+            group = GroupTicket(
+                order=-1 - number, group_id=group_id, task=name, number=number, tries=0
+            )
+            trajectories.append(await self.run_rollout(service, group, 0, held_out=True))
+
+        def finish(_: asyncio.Task) -> None:
             service.in_flight -= 1
 
-        service.wanted += wanted
+        service.num_evaluations += num_pending
         try:
-            async with asyncio.timeout(seconds), asyncio.TaskGroup() as attempts:
-                while wanted and not service.lost:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as attempts:
+                while num_pending and not service.is_lost:
                     if service.in_flight < service.spec.max_inflight:
-                        attempts.create_task(one(count - wanted)).add_done_callback(ended)
+                        task = attempts.create_task(run(count - num_pending))
+                        task.add_done_callback(finish)
                         service.in_flight += 1
-                        service.wanted, wanted = service.wanted - 1, wanted - 1
+                        service.num_evaluations -= 1
+                        num_pending -= 1
                     else:
-                        await asyncio.sleep(self._config.look)
+                        await asyncio.sleep(self._config.poll_interval_s)
         except TimeoutError:
-            _log.warning("%d attempts at held-out tasks of %s are late", count - len(found), name)
+            _log.warning(
+                "%d attempts at held-out tasks of %s are late", count - len(trajectories), name
+            )
         finally:
-            service.wanted -= wanted
-        rewards = [own.reward.value for own in found if not own.failed]
+            service.num_evaluations -= num_pending
+        values = [t.reward.value for t in trajectories if not t.has_failed]
+        rewards = [value for value in values if value is not None]
         mean = sum(rewards) / len(rewards) if rewards else None
         return {"reward": mean, "count": len(rewards), "failed": count - len(rewards)}
 
-    async def want(self, weights: Weights) -> None:
-        """From now on engines must have these. A gateway that is down is told with the next session."""
+    async def require_weights(self, weights: WeightVersion) -> None:
+        """Requires these weights from now on. A gateway that is down gets them with the next session."""
         self.weights = weights
         if self.gateway.state == CLOSED:
             try:
-                limit = self._config.look_seconds
-                await self._at_gateway("POST", "/weights", weights._asdict(), limit)
+                timeout_s = self._config.weights_timeout_s
+                await self._call_gateway("POST", "/weights", weights._asdict(), timeout_s)
             except GatewayError as error:
                 _log.warning("weights of version %d: %s", weights.version, error)
 
-    async def sweep(self) -> None:
-        """Ends sessions of this hub that it knows nothing of: whose gateway was down when they should have ended, or that a
-        hub before it left, which had the same journal and was killed."""
+    async def delete_orphans(self) -> None:
+        """Deletes sessions of this run that nothing needs any more, at intervals, until it is cancelled.
+
+        - Finished sessions of groups that were trained on or dropped.
+        - Sessions that the gateway did not delete because it was down, and those of an orchestrator with the same journal
+          that was killed.
+        """
         while True:
             try:
-                found = await self._at_gateway("GET", "/sessions")
-                for name in found["sessions"]:
-                    if name.startswith(self._life) and name not in self._under_way:
-                        _log.info("session %s was left behind", name)
-                        await self._at_gateway("DELETE", f"/sessions/{name}")
+                response = await self._call_gateway("GET", "/sessions")
+                # A session of the first list may have finished meanwhile, so that both have the same test.
+                for name in (*response["sessions"], *response["finished"]):
+                    if name.startswith(self._run_id) and not self._is_needed(name):
+                        await self._delete_session(name)
             except (GatewayError, LookupError, TypeError, AttributeError) as error:
-                _log.debug("sessions are not looked at: %s", error)
-            await asyncio.sleep(self._config.sweep_seconds)
+                _log.debug("sessions cannot be deleted: %s", error)
+            await asyncio.sleep(self._config.cleanup_interval_s)
 
-    async def _tried(self, service: Service, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What is in a trajectory of one try. ServerError if the environment failed."""
-        name = asked["rollout_id"]
-        begin = {"id": name, "seed": asked["seed"]}
+    def _is_needed(self, name: str) -> bool:
+        """Returns whether a session has not ended, or has records of a group that is not yet trained on."""
+        return name in self._open_sessions or self._has_group(_group_of_attempt(name))
+
+    async def _attempt_once(
+        self, service: RegisteredService, request: Mapping[str, Any]
+    ) -> _AttemptResult:
+        """Runs one attempt at a rollout. Raises ServerError if the environment failed."""
+        name = request["rollout_id"]
+        session = {"id": name, "seed": request["seed"]}
         if self.weights is not None:
-            begin["weights"] = self.weights._asdict()
-        self._under_way.add(name)
+            session["weights"] = self.weights._asdict()
+        self._open_sessions.add(name)
+        is_finished = False
         try:
-            await self._opened(begin)
-            said = await self._asked(service, asked)
-            if said.reward.value is None:
-                raise ServerError(said.reward.error or "the environment failed")
-            records = await self._samples(name, asked["group_id"])
+            await self._open_session(session)
+            outcome = await self._call_service(service, request)
+            if outcome.reward.value is None:
+                raise ServerError(outcome.reward.error or "the environment failed")
+            summary = await self._finish_session(name)
+            if not summary.versions:
+                raise ServerError(f"{service.spec.name} has sampled nothing in session {name}")
+            is_finished = True
         finally:
-            await self._end(name)
-        if not any(record.loss_mask.any() for record in records):
-            raise ServerError(f"{service.spec.name} has sampled nothing in session {name}")
-        return {
-            "messages": said.messages,
-            "reward": said.reward,
-            "metrics": said.metrics,
-            "records": records,
-        }
+            if is_finished and not request["held_out"]:
+                self._open_sessions.discard(name)
+            else:
+                await self._delete_session(name)
+        return _AttemptResult(
+            reward=outcome.reward,
+            metrics=outcome.metrics,
+            has_used_tools=has_used_tools(outcome.messages),
+            summary=summary,
+        )
 
-    async def _end(self, name: str) -> None:
-        """Ends a session, if there is one and the gateway is not down."""
+    async def _delete_session(self, name: str) -> None:
+        """Ends a session without keeping its records. An error is ignored, because `delete_orphans` tries again."""
         try:
-            await self._at_gateway("DELETE", f"/sessions/{name}")
+            await self._call_gateway("DELETE", f"/sessions/{name}")
         except GatewayError as error:
             _log.debug("session %s: %s", name, error)
         finally:
-            self._under_way.discard(name)
+            self._open_sessions.discard(name)
 
-    async def _samples(self, name: str, group_id: str) -> tuple[TokenRecord, ...]:
-        """What was sampled in a session. GatewayError."""
-        told = await self._at_gateway("POST", f"/sessions/{name}/samples")
+    async def _finish_session(self, name: str) -> RecordSummary:
+        """Ends a session, whose records the gateway keeps, and returns their summary. Raises GatewayError."""
+        response = await self._call_gateway("POST", f"/sessions/{name}/finish")
         try:
-            return tuple(
-                heard(record, rollout_id=name, group_id=group_id) for record in told["records"]
-            )
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            raise GatewayError(f"the samples of session {name} are none: {error}") from None
+            return summary_from_json(response)
+        except ValueError as error:
+            raise GatewayError(f"the summary of session {name} is none: {error}") from None
 
-    async def _opened(self, begin: Mapping[str, Any]) -> None:
-        """As `_open`; who cancels it waits for its end, or the session might begin once it has been ended."""
-        opening = asyncio.ensure_future(self._open(begin))
+    async def _open_session(self, body: Mapping[str, Any]) -> None:
+        """Opens a session, and waits for the response even if it is cancelled.
+
+        Otherwise the session could be opened after it was ended.
+        """
+        opening = asyncio.ensure_future(self._open_or_replace_session(body))
         try:
             await asyncio.shield(opening)
         finally:
             await asyncio.wait({opening})
 
-    async def _open(self, begin: Mapping[str, Any]) -> None:
+    async def _open_or_replace_session(self, body: Mapping[str, Any]) -> None:
         try:
-            await self._at_gateway("POST", "/sessions", begin)
+            await self._call_gateway("POST", "/sessions", body)
         except GatewayError as error:
             if error.status != 409:
                 raise
-            # Of a hub before this one, which was killed.
-            await self._at_gateway("DELETE", f"/sessions/{begin['id']}")
-            await self._at_gateway("POST", "/sessions", begin)
+            # The session is that of an earlier orchestrator, which was killed.
+            await self._call_gateway("DELETE", f"/sessions/{body['id']}")
+            await self._call_gateway("POST", "/sessions", body)
 
-    async def _asked(self, service: Service, asked: Mapping[str, Any]) -> Outcome:
-        """The service's answer. ServerError for what is none, and once the service is lost."""
-        limit = service.spec.seconds + self._config.slack
-        url = service.spec.url.rstrip("/")
-        bounds = dict(
-            most_bytes=self._config.max_answer_bytes,
-            limits=JsonLimits(num_values=self._config.max_answer_values),
-        )
-        token = service.spec.token
+    async def _call_service(
+        self, service: RegisteredService, request: Mapping[str, Any]
+    ) -> Outcome:
+        """Returns the outcome of a service. Raises ServerError for another response, and if the service is lost."""
+        url, token = service.spec.url.rstrip("/"), service.spec.token
         call = asyncio.create_task(
-            self._services.ask(
-                "POST", f"{url}/rollout", dict(asked), seconds=limit, api_key=token, **bounds
+            self._services.request(
+                "POST",
+                f"{url}/rollout",
+                dict(request),
+                timeout_s=service.spec.rollout_timeout_s + self._config.response_grace_s,
+                api_key=token,
+                max_response_bytes=self._config.max_response_bytes,
+                limits=JsonLimits(num_values=self._config.max_response_values),
             )
         )
         service.calls.add(call)
         try:
-            await asyncio.wait({call})  # which has its own limit
+            await asyncio.wait({call})  # it has a time limit
             if call.cancelled():
                 raise ServerError(f"{service.spec.name} is lost: {service.error}")
-            return outcome(call.result())
+            return outcome_from_json(call.result())
         except ValueError as error:
             raise ServerError(str(error)) from None
         finally:
             service.calls.discard(call)
-            heard_of = call.done() and not call.cancelled() and _status(call) is not None
+            has_responded = (
+                call.done() and not call.cancelled() and _response_status(call) is not None
+            )
             call.cancel()
-            if not (heard_of or service.lost):
-                # One that does not see that nobody listens any more.
-                await self._call_off(url, asked["rollout_id"], token)
+            if not (has_responded or service.is_lost):
+                # The service may not notice that the connection is closed.
+                await self._cancel_rollout(url, request["rollout_id"], token)
 
-    async def _call_off(self, url: str, name: str, token: str | None) -> None:
-        body, limit = {"rollout_id": name}, self._config.cancel_seconds
+    async def _cancel_rollout(self, url: str, name: str, token: str | None) -> None:
+        body, timeout_s = {"rollout_id": name}, self._config.cancel_timeout_s
         try:
-            await self._services.ask("POST", f"{url}/cancel", body, seconds=limit, api_key=token)
+            await self._services.request(
+                "POST", f"{url}/cancel", body, timeout_s=timeout_s, api_key=token
+            )
         except ServerError as error:
             _log.debug("cancel %s: %s", name, error)
 
-    async def _at_gateway(
-        self, method: str, path: str, body: Any = None, seconds: float | None = None
+    async def _call_gateway(
+        self, method: str, path: str, body: Any = None, timeout_s: float | None = None
     ) -> Any:
-        """Its answer. GatewayError."""
-        seconds = self._config.call_seconds if seconds is None else seconds
+        """Returns the response of the gateway. Raises GatewayError."""
+        timeout_s = self._config.gateway_timeout_s if timeout_s is None else timeout_s
         try:
-            found = await self._client.ask(method, self._url + path, body, seconds=seconds)
+            response = await self._client.request(
+                method, self._url + path, body, timeout_s=timeout_s
+            )
         except ServerError as error:
-            # What it refuses it has at least answered.
+            # Other 4xx responses still prove that the gateway is alive.
             if error.status is None or error.status >= 429:
                 self.error = str(error)
-                self.gateway.failed(self._clock())
+                self.gateway.record_failure(self._clock())
             raise GatewayError(str(error), error.status) from None
-        self.gateway.succeeded()
-        return found
+        self.gateway.record_success()
+        return response
 
 
-def _names(group_id: str, place: int, tries: int) -> list[str]:
-    """Of the tries of a rollout, and of their sessions."""
-    first = f"{group_id}-{place}"
-    return [first, *(f"{first}.{number}" for number in range(1, tries))]
+def _attempt_names(group_id: str, index: int, max_tries: int) -> list[str]:
+    """Returns the names of the attempts at a rollout, which are those of their sessions too."""
+    first = f"{group_id}-{index}"
+    return [first, *(f"{first}.{number}" for number in range(1, max_tries))]
 
 
-def _status(call: asyncio.Task) -> int | None:
-    """Of HTTP, of what is done; None if there was no answer."""
+def _group_of_attempt(name: str) -> str:
+    """Returns the id of the group of an attempt with a name of `_attempt_names`."""
+    return name.rpartition("-")[0]
+
+
+def _response_status(call: asyncio.Task) -> int | None:
+    """Returns the HTTP status of a call that has ended; None if there was no response."""
     error = call.exception()
     return 200 if error is None else getattr(error, "status", None)

@@ -1,411 +1,508 @@
-"""Groups of rollouts between the engines that sample them and the trainer.
+"""Buffer of groups of rollouts, between the engines that sample them and the trainer.
 
-How many may begin, and when a batch is given out, `admission` says; what is left of a group, when it comes and when it
-is taken, `repair`. Of one that is dropped the task number is admitted again. Nothing here waits or touches a socket:
-the orchestrator tells what happened, and asks.
+`staleness` decides how many groups may start and when a batch is released. `group_repair` decides which
+rollouts of a group survive, when it finishes and when it is taken. The task of a dropped group is sampled again.
+
+The buffer does no network I/O and never waits. The orchestrator reports events, and asks for what may be done.
 """
 
 import collections
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from glm5_jax.rl.orchestrator.group_repair import FAILED, LOST, STALE, left_out, repaired, versions
-from glm5_jax.rl.orchestrator.journal import Entry, Journal, of_this_release
-from glm5_jax.rl.orchestrator.staleness import Admitted, BufferConfig, must_wait, room
-from glm5_jax.rl.trajectory import Taken, Trajectory
-from glm5_jax.rl.types import Weights, is_ahead
+from glm5_jax.rl.orchestrator.group_repair import (
+    FAILED,
+    ROLLED_BACK,
+    STALE,
+    exclusion_reason,
+    repair_group,
+)
+from glm5_jax.rl.orchestrator.group_slot import GroupSlot
+from glm5_jax.rl.orchestrator.journal import Entry, Journal, check_release
+from glm5_jax.rl.orchestrator.staleness import BufferConfig, GroupTicket, must_wait, num_admissible
+from glm5_jax.rl.trajectory import BatchGroup, Trajectory
+from glm5_jax.rl.types import Reward, WeightVersion, is_lease_ahead
 
-_STATE = "state"  # the name of the journal's entry that is no group
-_KEPT = ("group", "batch_groups", "max_staleness")  # what a journal's batches were made by
-
-
-@dataclasses.dataclass
-class _Place:
-    """A group, or the place of one that was dropped. version: of the engines when it was admitted; lineage: how often
-    steps had been lost by then. Once it has come: members, and the versions that sampled each, None if it failed."""
-
-    admitted: Admitted
-    version: int
-    lineage: int
-    members: tuple[Trajectory, ...] = ()
-    versions: tuple[tuple[int, ...] | None, ...] = ()
-
-    def come(self, members: Sequence[Trajectory]) -> None:
-        self.members, self.versions = tuple(members), tuple(versions(one) for one in members)
+LOST_RECORDS = Reward(None, error="the gateway has lost its token records")
+_STATE = "state"  # name of the journal's entry that is not a group
+# Options that must be the same when a journal is reopened.
+_JOURNALED_OPTIONS = ("group", "batch_groups", "max_staleness")
 
 
-class Buffer:
-    """The groups that are outstanding. What it cannot do is a ValueError, and changes nothing.
+class GroupBuffer:
+    """Outstanding groups of rollouts. An impossible operation raises ValueError and changes nothing.
 
-    A journal that cannot be written, as its disk is full, lags behind in order, and `unwritten` says why. Nothing that depends
-    on it should be answered until `write_journal` has succeeded.
+    If the disk is full, the journal lags; its changes are then written later, in their order, and `journal_error` is set.
+    Answers that depend on a change should wait until `write_journal` has succeeded.
 
-    journal: a folder that outlives the process: whoever opens it next goes on with all groups that had come, taken or
-    not, and is to admit those again that were under way.
+    - journal: folder that outlives the process; None: no journal. The next buffer on the folder has all finished groups,
+      taken or not, and samples the task numbers again whose groups were running.
+    - run_id: prefix of all group ids.
 
     Attributes:
-      life: with which the ids of all its groups begin, and of those that open the same journal after it.
-      step: updates of the trainer; version: of the weights that the engines have.
-      lease: of the trainer that began last, later than all before it; 0: none has begun.
-      checksum: of the engines' weights, None: they tell none.
+      config: options of the buffer.
+      run_id: prefix of all group ids; kept when the journal is reopened.
+      step: number of updates of the trainer.
+      version: version of the engines' weights.
+      checksum: checksum of the engines' weights; None: they report none.
+      lease: lease of the trainer that began last, larger than all earlier ones; 0: no trainer has begun.
     """
 
-    def __init__(self, config: BufferConfig, journal: pathlib.Path | None = None, life: str = ""):
-        self.config, self.life = config, life
+    def __init__(self, config: BufferConfig, journal: pathlib.Path | None = None, run_id: str = ""):
+        self.config, self.run_id = config, run_id
         self.step = self.version = self.lease = 0
         self.checksum: str | None = None
-        self._trained: collections.Counter[str] = collections.Counter()  # trajectories by task
-        self._next = 0  # the next new place
-        self._begun: collections.Counter[str] = collections.Counter()  # new places by task
-        self._running: dict[str, _Place] = {}
-        self._waiting: dict[str, _Place] = {}  # with those that are taken
-        self._taken: dict[int, tuple[str, ...]] = {}  # by step, not yet trained on
-        self._owed: dict[int, _Place] = {}  # by place, whose task numbers are to be admitted again
-        self._told: set[int] = set()  # of those
-        self._lost: list[tuple[int, int]] = []  # by lineage, versions above the one up to the other
+        self._num_trained: collections.Counter[str] = collections.Counter()  # trajectories by task
+        self._next_order = 0
+        self._num_started: collections.Counter[str] = collections.Counter()  # orders by task
+        self._running: dict[str, GroupSlot] = {}
+        self._waiting: dict[str, GroupSlot] = {}  # finished groups, those in batches included
+        self._batches: dict[int, tuple[str, ...]] = {}  # group ids by step, not yet trained on
+        self._to_resample: dict[int, GroupSlot] = {}  # dropped groups by order
+        self._popped: set[int] = set()  # orders that `pop_resamples` has returned
+        self._rollbacks: list[tuple[int, int]] = []  # versions low < v <= high that are no more
         self._counts: collections.Counter[str] = collections.Counter()
-        self._before = self._counts.copy()  # as the last batch was given out
-        self._counted: dict[int, collections.Counter[str]] = {}  # by step, as `_taken`
+        self._counts_at_last_batch = self._counts.copy()
+        self._counts_by_step: dict[int, collections.Counter[str]] = {}  # of `_batches`
         self._staleness: collections.Counter[int] = collections.Counter()
         self._journal = None
         if journal is not None:
             self._journal = Journal(journal, config.durable)
-            with of_this_release(journal):
-                self._restore(journal)
+            with check_release(journal):
+                self._restore(self._journal, journal)
             self._write_state()
 
     @property
-    def unwritten(self) -> str:
-        """Why the journal lacks the last changes, and what to do; "" if it has all."""
+    def journal_error(self) -> str:
+        """Returns why the journal lacks the last changes, and what to do; "" if it has all."""
         return "" if self._journal is None else self._journal.error
 
     def write_journal(self) -> None:
-        """Tries again to write what the journal lacks."""
+        """Tries again to write the changes that the journal lacks."""
         if self._journal is not None:
             self._journal.flush()
 
     @property
     def waiting(self) -> int:
-        """Groups that have come and are not yet trained on, those that are taken included."""
+        """Returns the number of finished groups that are not yet trained on, those in batches included."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Groups under way."""
+        """Returns the number of running groups."""
         return len(self._running)
 
     @property
     def accepted(self) -> dict[str, int]:
-        """By task, trajectories that were accepted, copies not counted: they are waiting, or were trained on."""
-        found = self._trained.copy()
-        for place in self._waiting.values():
-            found[place.admitted.task] += self._why(place, self.step).count(None)
-        return dict(found)
+        """Returns the number of accepted trajectories by task, without copies: they wait, or were trained on."""
+        counts = self._num_trained.copy()
+        for slot in self._waiting.values():
+            counts[slot.ticket.task] += self._reasons(slot, self.step).count(None)
+        return dict(counts)
 
     @property
-    def begun(self) -> dict[str, int]:
-        """By task, groups that were admitted to a place of their own: after a restart, its new numbers go on there."""
-        return dict(self._begun)
+    def num_started(self) -> dict[str, int]:
+        """Returns the number of groups by task, without those that replaced a dropped one.
+
+        New task numbers continue from there after a restart.
+        """
+        return dict(self._num_started)
 
     @property
-    def weights(self) -> Weights | None:
-        """That the engines have; None: no trainer has begun."""
-        return Weights(self.lease, self.version, self.checksum) if self.lease else None
+    def weights(self) -> WeightVersion | None:
+        """Returns the weights of the engines; None: no trainer has begun."""
+        return WeightVersion(self.lease, self.version, self.checksum) if self.lease else None
 
-    def room(self) -> int:
-        """How many groups may be admitted now."""
-        return room(self.config, self.step, self.version, self.waiting, self.running)
+    def has_group(self, group_id: str) -> bool:
+        """Returns whether a group is running, or finished and not yet trained on."""
+        return group_id in self._running or group_id in self._waiting
 
-    def admit(self, task: str, number: int) -> Admitted:
-        """A group begins: a new one at the end of the line, or one for a dropped group (`again`), in its place."""
-        if not self.room():
+    def num_admissible(self) -> int:
+        """Returns how many groups may be admitted now."""
+        return num_admissible(self.config, self.step, self.version, self.waiting, self.running)
+
+    def admit(self, task: str, number: int) -> GroupTicket:
+        """Starts a group: at the end of the order, or in place of a dropped one (`pop_resamples`)."""
+        if not self.num_admissible():
             raise ValueError(
                 f"{task} {number} cannot be admitted: {self.waiting} groups wait and {self.running} run, at step "
-                f"{self.step} with version {self.version}; ask room() first"
+                f"{self.step} with version {self.version}; call num_admissible() first"
             )
-        owed = min((o for o, p in self._owed.items() if _number(p) == (task, number)), default=None)
-        if owed is None:
-            order, tries = self._next, 0
+        orders = (o for o, slot in self._to_resample.items() if slot.task_number == (task, number))
+        dropped = min(orders, default=None)
+        if dropped is None:
+            order, tries = self._next_order, 0
         else:
-            order, tries = owed, self._owed[owed].admitted.tries + 1
-        admitted = Admitted(order, f"{self.life}{order}-{tries}", task, number, tries)
-        place = _Place(admitted, self.version, len(self._lost))
-        self._write(place)
-        if owed is None:
-            self._next += 1
-            self._begun[task] += 1
+            order, tries = dropped, self._to_resample[dropped].ticket.tries + 1
+        ticket = GroupTicket(
+            order=order,
+            group_id=f"{self.run_id}{order}-{tries}",
+            task=task,
+            number=number,
+            tries=tries,
+        )
+        slot = GroupSlot(ticket=ticket, version=self.version, num_rollbacks=len(self._rollbacks))
+        self._write(slot)
+        if dropped is None:
+            self._next_order += 1
+            self._num_started[task] += 1
         else:
-            del self._owed[order]
-            self._told.discard(order)
-        self._running[admitted.group_id] = place
-        return admitted
+            del self._to_resample[order]
+            self._popped.discard(order)
+        self._running[ticket.group_id] = slot
+        return ticket
 
     def put(self, group_id: str, trajectories: Sequence[Trajectory]) -> bool:
-        """A group has come. Whether it is accepted: False if too few of its members can be learnt from, or if nobody
-        waits for it, as it was cancelled, trained on or dropped before."""
-        place = self._running.get(group_id)
-        if place is None:
+        """Adds a finished group, and returns whether it is accepted.
+
+        Returns False if too few rollouts are trainable, or if the group is no longer expected because it was cancelled,
+        dropped or already trained on.
+        """
+        slot = self._running.get(group_id)
+        if slot is None:
             self._counts["groups/unknown"] += group_id not in self._waiting
             return group_id in self._waiting
-        self._check_group(place, trajectories)
-        place.come(trajectories)
+        self._check_group(slot, trajectories)
+        slot.complete(trajectories)
         self._counts["attempts/ended"] += len(trajectories)
-        self._counts["attempts/failed"] += sum(one.failed for one in trajectories)
+        self._counts["attempts/failed"] += sum(member.has_failed for member in trajectories)
         del self._running[group_id]
-        self._waiting[group_id] = place
-        if not self._keep(place, self.step):
+        self._waiting[group_id] = slot
+        if not self._keep_or_drop(slot, self.step):
             return False
         try:
-            self._write(place)
+            self._write(slot)
         except (ValueError, TypeError, RecursionError):
-            # It holds what cannot be encoded, so that the next buffer would not have it.
+            # The group cannot be encoded, so that the next buffer would not have it.
             del self._waiting[group_id]
-            place.members, place.versions = (), ()
-            self._running[group_id] = place
+            slot.clear()
+            self._running[group_id] = slot
             raise
         return True
 
-    def cancel(self, group_id: str, again: bool = True) -> None:
-        """A group will never come; one that does not run is left as it is. again: admit its task number again."""
-        place = self._running.pop(group_id, None)
-        if place is not None:
+    def cancel(self, group_id: str, should_resample: bool = True) -> None:
+        """Removes a running group; another id is ignored. should_resample: whether its task number is sampled again."""
+        slot = self._running.pop(group_id, None)
+        if slot is not None:
             self._counts["groups/cancelled"] += 1
-            self._vacate(place, again)
+            self._drop(slot, should_resample)
 
-    def take(self, step: int) -> list[Taken] | None:
-        """The batch of a step, in order; None while there is none. Asked again before it is trained on, the same."""
+    def mark_lost(self, rollout_ids: Collection[str]) -> None:
+        """Records that the token records of these rollouts are lost, so that the rollouts have failed.
+
+        Rollouts of other groups than finished ones are ignored. A batch that loses a group is not complete any more, and
+        `take` completes it.
+        """
+        step_of = {name: step for step, names in self._batches.items() for name in names}
+        for group_id, slot in list(self._waiting.items()):
+            lost = {
+                member.rollout_id
+                for member in slot.members
+                if member.rollout_id in rollout_ids and not member.has_failed
+            }
+            if not lost:
+                continue
+            self._counts["members/lost"] += len(lost)
+            slot.complete(
+                [
+                    dataclasses.replace(member, reward=LOST_RECORDS, summary=None)
+                    if member.rollout_id in lost
+                    else member
+                    for member in slot.members
+                ]
+            )
+            step = step_of.get(group_id)
+            is_kept = (
+                self._keep_or_drop(slot, self.step)
+                if step is None
+                else self._keep_or_drop(slot, step, newest=step)
+            )
+            if is_kept:
+                self._write(slot)
+        self._batches = {
+            step: tuple(name for name in names if name in self._waiting)
+            for step, names in self._batches.items()
+        }
+        self._write_state()
+
+    def take(self, step: int) -> list[BatchGroup] | None:
+        """Returns the batch of a step, in the order of admission; None if it is not ready.
+
+        Until the batch is trained on, repeated calls return the same batch.
+        """
         self._check_step(step)
-        size, before = self.config.batch_groups, self._taken.get(step, ())
-        if len(before) == size:  # fewer if the journal lost some
-            return [self._repaired(self._waiting[name], step) for name in before]
-        taken = {name for own, names in self._taken.items() if own != step for name in names}
-        free = [place for name, place in self._waiting.items() if name not in taken]
-        free = sorted((p for p in free if self._keep(p, step, newest=step)), key=_rank)
+        size, group_ids = self.config.batch_groups, self._batches.get(step, ())
+        if len(group_ids) == size:  # a journal, or the gateway, may have lost some of them
+            return [self._repair(self._waiting[group_id], step) for group_id in group_ids]
+
+        # Candidates: finished groups that no other batch has and that are still trainable.
+        in_batches = {
+            group_id
+            for other_step, group_ids in self._batches.items()
+            if other_step != step
+            for group_id in group_ids
+        }
+        free = [slot for group_id, slot in self._waiting.items() if group_id not in in_batches]
+        free = [slot for slot in free if self._keep_or_drop(slot, step, newest=step)]
+        free.sort(key=lambda slot: slot.priority)
         batch, rest = free[:size], free[size:]
         if len(batch) < size:
             return None
-        running = map(_rank, self._running.values())
-        if must_wait(self.config, step, _rank(batch[-1]), map(_rank, rest), running):
+        running = [slot.priority for slot in self._running.values()]
+        rest = [slot.priority for slot in rest]
+        if must_wait(self.config, step, batch[-1].priority, rest, running):
             return None
-        batch.sort(key=lambda place: place.admitted.order)
-        self._taken[step] = tuple(place.admitted.group_id for place in batch)
-        found = [self._repaired(place, step) for place in batch]
+
+        # Release the batch, and record it in the journal and in the counts.
+        batch.sort(key=lambda slot: slot.ticket.order)
+        self._batches[step] = tuple(slot.ticket.group_id for slot in batch)
+        groups = [self._repair(slot, step) for slot in batch]
         self._write_state()
-        for place, own in zip(batch, found):
-            self._count(place, own, step)
-        self._counted[step] = self._counts - self._before
-        self._before = self._counts.copy()
-        return found
+        for slot in batch:
+            self._count(slot, step)
+        self._counts_by_step[step] = self._counts - self._counts_at_last_batch
+        self._counts_at_last_batch = self._counts.copy()
+        return groups
 
-    def counted(self, step: int) -> dict[str, int]:
-        """What has been counted since the batch before that of a step, which is taken, and with it: those of `metrics` that
-        are not 0. Nothing, if a buffer before this one gave it out."""
-        return dict(self._counted.get(step, {}))
+    def batch_counts(self, step: int) -> dict[str, int]:
+        """Returns the nonzero counts of `metrics` from the previous batch up to that of `step`, included.
 
-    def again(self) -> list[tuple[str, int]]:
-        """The task numbers of dropped groups, which are to be admitted again before new ones; each is told once."""
-        new = sorted(self._owed.keys() - self._told)
-        self._told.update(new)
-        return [_number(self._owed[order]) for order in new]
+        Empty if an earlier process released the batch.
+        """
+        return dict(self._counts_by_step.get(step, {}))
 
-    def trained(self, step: int) -> None:
-        """The trainer has learnt from the batch of a step; a repeated message is ignored."""
+    def pop_resamples(self) -> list[tuple[str, int]]:
+        """Returns the task numbers of dropped groups, each once. They must be admitted before new ones."""
+        orders = sorted(self._to_resample.keys() - self._popped)
+        self._popped.update(orders)
+        return [self._to_resample[order].task_number for order in orders]
+
+    def mark_trained(self, step: int) -> None:
+        """Records that the trainer has trained on the batch of `step`. A repeated call is ignored."""
         if step < self.step:
             return
-        if step not in self._taken or step > self.step:
+        if step not in self._batches or step > self.step:
             raise ValueError(
                 f"the batch of step {step} cannot be trained on: {self.step} updates are done and the batches of "
-                f"{sorted(self._taken)} are taken"
+                f"{sorted(self._batches)} are taken"
             )
-        gone = self._learnt(step)
+        orders = self._remove_batch(step)
         self.step = step + 1
-        self._forget(gone)
+        self._remove_entries(orders)
 
     def push(self, version: int, checksum: str | None = None) -> None:
-        """The engines have the weights of this version: one that the trainer has made, and not older than before."""
-        if not self.version <= version <= self._updates:
+        """Records that the engines have these weights.
+
+        Raises ValueError for a version that the trainer cannot have made yet, or one older than the current version.
+        """
+        if not self.version <= version <= self._max_step:
             raise ValueError(
                 f"version is {version}; after version {self.version} and {self.step} updates it can be up to "
-                f"{self._updates}, and older ones follow begin() alone"
+                f"{self._max_step}, and only begin() allows older ones"
             )
         self.version, self.checksum = version, checksum
         self._write_state()
 
-    def begin(self, step: int, version: int, checksum: str | None = None, least: int = 0) -> None:
-        """A trainer starts or goes on at this step, and the engines have this version. least: of its lease, the time now in
-        milliseconds; 0: no clock.
+    def begin(
+        self, step: int, version: int, checksum: str | None = None, min_lease: int = 0
+    ) -> None:
+        """Records that a trainer starts or resumes at this step, and that the engines have this version.
 
-        Batches of earlier steps were trained on; later ones are waiting again. What was sampled by weights newer than
-        the step is never learnt from, in groups that have come and in those under way: not even once the trainer has
-        come to that step again, and made other weights of the same number.
+        Batches of earlier steps count as trained on. The groups of later ones wait again. Tokens of weights newer than
+        the step are never trained on, in finished groups and in running ones. That holds also after the trainer has
+        reached that step again, and made other weights with the same version.
+
+        min_lease: minimum of the new lease, the time now in milliseconds; 0: no clock.
         """
         if not 0 <= version <= step:
             raise ValueError(
                 f"version is {version} at step {step}; push the trainer's weights to the engines before it begins"
             )
-        seen = [own[-1] for place in self._waiting.values() for own in place.versions if own]
-        newest = max([self.version, self._updates, *seen])
-        gone = [order for own in sorted(self._taken) if own < step for order in self._learnt(own)]
-        self._taken.clear()
-        self._counted.clear()
+        sampled = [
+            versions[-1]
+            for slot in self._waiting.values()
+            for versions in slot.versions
+            if versions
+        ]
+        newest = max([self.version, self._max_step, *sampled])
+        orders = [
+            order
+            for batch_step in sorted(self._batches)
+            if batch_step < step
+            for order in self._remove_batch(batch_step)
+        ]
+        self._batches.clear()
+        self._counts_by_step.clear()
         if newest > step:
-            self._lost.append((step, newest))
-        for place in self._running.values():
-            place.version = min(place.version, version)  # what is sampled from now on
+            self._rollbacks.append((step, newest))
+        for slot in self._running.values():
+            slot.version = min(slot.version, version)  # of the tokens that are sampled from now on
         self.step, self.version, self.checksum = step, version, checksum
-        self.lease = (
-            least if least and is_ahead(self.lease, least / 1e3) else max(self.lease + 1, least)
-        )
-        self._forget(gone)
-        for place in list(self._waiting.values()):
-            self._keep(place, step)
+        if min_lease and is_lease_ahead(self.lease, min_lease / 1e3):
+            self.lease = min_lease  # the clock was set back
+        else:
+            self.lease = max(self.lease + 1, min_lease)
+        self._remove_entries(orders)
+        for slot in list(self._waiting.values()):
+            self._keep_or_drop(slot, step)
 
     def metrics(self) -> dict:
-        """Numbers since it was opened: of groups, of members, why they were left out, of all attempts that ended, how many
-        environments failed, and the staleness of what was taken, with how many members had which."""
-        counts, found = self._counts, self._staleness
+        """Returns the counts since the buffer was opened, by name.
+
+        - groups/*, members/*: groups and members by what became of them, and why they were dropped or excluded.
+        - members/lost: members whose token records the gateway has lost, which count as failed ones too.
+        - attempts/*: rollouts that ended, and those whose environment failed.
+        - padded_share: share of copies among the members that were taken.
+        - staleness/*: mean, maximum and histogram of the staleness of the members that were taken.
+        """
+        counts, histogram = self._counts, self._staleness
         members, padded = counts["members/taken"], counts["members/padded"]
         return {
             **{name: counts[name] for name in _COUNTS},
             "padded_share": padded / max(members + padded, 1),
-            "staleness/mean": sum(k * n for k, n in found.items()) / max(members, 1),
-            "staleness/max": max(found, default=0),
-            "staleness/histogram": dict(sorted(found.items())),
+            "staleness/mean": sum(k * n for k, n in histogram.items()) / max(members, 1),
+            "staleness/max": max(histogram, default=0),
+            "staleness/histogram": dict(sorted(histogram.items())),
         }
 
     @property
-    def _updates(self) -> int:
-        """That the trainer may have done, as far as it was told; the step of its next batch."""
-        return self.step + len(self._taken)
+    def _max_step(self) -> int:
+        """Returns the number of updates that the trainer may have done, which is the step of its next batch."""
+        return self.step + len(self._batches)
 
-    def _why(self, place: _Place, step: int, newest: float = math.inf) -> list[str | None]:
-        """Of each member, why it is left out of a step's batch. newest: version that there can be."""
-        oldest, lost = step - self.config.max_staleness, self._lost[place.lineage :]
-        return [left_out(own, oldest, newest, lost) for own in place.versions]
+    def _reasons(self, slot: GroupSlot, step: int, newest: float = math.inf) -> list[str | None]:
+        """Returns the exclusion reason of each member from the batch of `step`. newest: newest possible version."""
+        oldest = step - self.config.max_staleness
+        rollbacks = self._rollbacks[slot.num_rollbacks :]
+        return [exclusion_reason(versions, oldest, newest, rollbacks) for versions in slot.versions]
 
-    def _keep(self, place: _Place, step: int, newest: float = math.inf) -> bool:
-        """Whether a group that has come can still be learnt from; if not, it is dropped."""
-        why = self._why(place, step, newest)
-        if repaired(_valid(why), self.config.group) is not None:
+    def _keep_or_drop(self, slot: GroupSlot, step: int, newest: float = math.inf) -> bool:
+        """Returns whether a finished group is still trainable, and drops it if it is not."""
+        reasons = self._reasons(slot, step, newest)
+        if repair_group(_valid(reasons), self.config.group) is not None:
             return True
-        reason = max((FAILED, LOST, STALE), key=why.count)
+        reason = max((FAILED, ROLLED_BACK, STALE), key=reasons.count)
         self._counts[f"groups/{reason}"] += 1
-        self._counts.update(f"members/{one}" for one in why if one)
-        del self._waiting[place.admitted.group_id]
-        tries = place.admitted.tries + 1
-        given_up = reason == FAILED and tries >= self.config.max_tries
-        self._counts["groups/given_up"] += given_up
-        self._vacate(place, not given_up)
+        self._counts.update(f"members/{name}" for name in reasons if name)
+        del self._waiting[slot.ticket.group_id]
+        is_given_up = reason == FAILED and slot.ticket.tries + 1 >= self.config.max_tries
+        self._counts["groups/given_up"] += is_given_up
+        self._drop(slot, should_resample=not is_given_up)
         return False
 
-    def _vacate(self, place: _Place, again: bool) -> None:
-        """The group that had the place is gone."""
-        place.members, place.versions = (), ()
-        if again:
-            self._owed[place.admitted.order] = place
-            self._write(place)
+    def _drop(self, slot: GroupSlot, should_resample: bool) -> None:
+        """Drops the group of a slot, and queues its task number again or removes the slot."""
+        slot.clear()
+        if should_resample:
+            self._to_resample[slot.ticket.order] = slot
+            self._write(slot)
         else:
-            self._forget([place.admitted.order])
+            self._remove_entries([slot.ticket.order])
 
-    def _repaired(self, place: _Place, step: int) -> Taken:
-        valid = _valid(self._why(place, step, step))
-        members = repaired(valid, self.config.group)
-        own = place.admitted
-        return Taken(
-            own.group_id,
-            own.task,
-            own.number,
-            own.order,
-            tuple(place.members[i] for i in members),
-            tuple(place.members[i].reward.value for i in valid),
-            step - min(place.versions[i][0] for i in valid),
+    def _repair(self, slot: GroupSlot, step: int) -> BatchGroup:
+        """Returns the group of a slot as the trainer gets it. It has enough valid members."""
+        valid = _valid(self._reasons(slot, step, step))
+        indices = repair_group(valid, self.config.group)
+        if indices is None:
+            raise ValueError(f"group {slot.ticket.group_id} has too few valid members")
+        return BatchGroup(
+            group_id=slot.ticket.group_id,
+            task=slot.ticket.task,
+            number=slot.ticket.number,
+            order=slot.ticket.order,
+            members=tuple(slot.members[i] for i in indices),
+            baseline=tuple(slot.reward_of(i) for i in valid),
+            staleness=max(slot.staleness_of(i, step) for i in valid),
         )
 
-    def _count(self, place: _Place, found: Taken, step: int) -> None:
-        """Into the metrics, what was taken."""
-        why = self._why(place, step, step)
-        valid = _valid(why)
+    def _count(self, slot: GroupSlot, step: int) -> None:
+        """Adds a group of a new batch to the metrics."""
+        reasons = self._reasons(slot, step, step)
+        valid = _valid(reasons)
         padded = self.config.group - len(valid)
-        self._counts.update(f"members/{one}" for one in why if one)
+        self._counts.update(f"members/{name}" for name in reasons if name)
         self._counts["groups/taken"] += 1
         self._counts["groups/repaired"] += padded > 0
         self._counts["members/padded"] += padded
         self._counts["members/taken"] += len(valid)
-        self._staleness.update(step - place.versions[i][0] for i in valid)
+        self._staleness.update(slot.staleness_of(i, step) for i in valid)
 
-    def _learnt(self, step: int) -> list[int]:
-        """The places of a batch that was trained on, which are outstanding no more."""
-        names = self._taken.pop(step)
-        self._counted.pop(step, None)
-        places = [self._waiting.pop(name) for name in names if name in self._waiting]
-        for place in places:
-            self._trained[place.admitted.task] += self._why(place, step, step).count(None)
-        return [place.admitted.order for place in places]
+    def _remove_batch(self, step: int) -> list[int]:
+        """Removes a batch that was trained on from the outstanding groups, and returns its orders."""
+        group_ids = self._batches.pop(step)
+        self._counts_by_step.pop(step, None)
+        slots = [self._waiting.pop(name) for name in group_ids if name in self._waiting]
+        for slot in slots:
+            self._num_trained[slot.ticket.task] += self._reasons(slot, step, step).count(None)
+        return [slot.ticket.order for slot in slots]
 
     def _check_step(self, step: int) -> None:
-        if step not in self._taken and step != self._updates:
+        if step not in self._batches and step != self._max_step:
             raise ValueError(
-                f"there is no batch of step {step}: the next is of step {self._updates}; a trainer that goes on from "
-                "another step says so with begin()"
+                f"there is no batch of step {step}: the next is of step {self._max_step}; a trainer that resumes from "
+                "another step must call begin()"
             )
 
-    def _check_group(self, place: _Place, members: Sequence[Trajectory]) -> None:
-        name = place.admitted.group_id
+    def _check_group(self, slot: GroupSlot, members: Sequence[Trajectory]) -> None:
+        """Raises ValueError unless the trajectories are the members of the slot's group."""
+        group_id = slot.ticket.group_id
         if len(members) != self.config.group:
             raise ValueError(
-                f"group {name} has {len(members)} trajectories; it must have {self.config.group}, those that failed too"
+                f"group {group_id} has {len(members)} trajectories; it must have {self.config.group}, with failed ones"
             )
-        if other := {one.group_id for one in members} - {name}:
-            raise ValueError(f"group {name} has trajectories of {', '.join(sorted(other))}")
-        if len({one.rollout_id for one in members}) < len(members):
-            raise ValueError(f"group {name} has a rollout twice: {[m.rollout_id for m in members]}")
-        for one in members:
-            if any(r.weight_version is None and r.loss_mask.any() for r in one.records):
-                raise ValueError(
-                    f"rollout {one.rollout_id} has tokens to train on without a weight_version; keep the engine's"
-                )
+        if other := {member.group_id for member in members} - {group_id}:
+            raise ValueError(f"group {group_id} has trajectories of {', '.join(sorted(other))}")
+        rollout_ids = [member.rollout_id for member in members]
+        if len(set(rollout_ids)) < len(members):
+            raise ValueError(f"group {group_id} has a rollout twice: {rollout_ids}")
 
-    def _write(self, place: _Place) -> None:
+    # -- journal -------------------------------------------------------------------------------------------
+
+    def _write(self, slot: GroupSlot) -> None:
+        """Writes the entry of a slot."""
         if self._journal is not None:
-            own = place.admitted
             head = {
-                "admitted": dataclasses.asdict(own),
-                "version": place.version,
-                "lineage": place.lineage,
+                "ticket": dataclasses.asdict(slot.ticket),
+                "version": slot.version,
+                "num_rollbacks": slot.num_rollbacks,
             }
-            self._journal.write(f"{own.order:012d}", head, place.members)
+            self._journal.write(_entry_name(slot.ticket.order), head, slot.members)
 
-    def _write_state(self, gone: Sequence[int] = ()) -> None:
-        """gone: places whose entries are removed next; whoever is killed in between must not read them as groups."""
+    def _write_state(self, removed: Sequence[int] = ()) -> None:
+        """Writes the state of the buffer.
+
+        removed: orders whose entries are removed next. A process that is killed in between must not read them as groups.
+        """
         if self._journal is not None:
             state: dict[str, Any] = {
-                **{name: getattr(self.config, name) for name in _KEPT},
-                "life": self.life,
+                **{name: getattr(self.config, name) for name in _JOURNALED_OPTIONS},
+                "run_id": self.run_id,
                 "step": self.step,
                 "version": self.version,
                 "lease": self.lease,
                 "checksum": self.checksum,
-                "next": self._next,
-                "begun": self._begun,
-                "taken": list(self._taken.items()),
-                "lost": self._lost,
-                "trained": self._trained,
-                "gone": list(gone),
+                "next_order": self._next_order,
+                "num_started": self._num_started,
+                "batches": list(self._batches.items()),
+                "rollbacks": self._rollbacks,
+                "num_trained": self._num_trained,
+                "removed": list(removed),
             }
             self._journal.write(_STATE, state)
 
-    def _forget(self, orders: Sequence[int]) -> None:
-        """Of these places nothing is kept."""
+    def _remove_entries(self, orders: Sequence[int]) -> None:
+        """Writes the state, and removes the entries of these orders."""
         self._write_state(orders)
         if self._journal is not None:
             for order in orders:
-                self._journal.remove(f"{order:012d}")
+                self._journal.remove(_entry_name(order))
 
-    def _restore(self, folder: pathlib.Path) -> None:
-        entries, torn = self._journal.read()
+    def _restore(self, journal: Journal, folder: pathlib.Path) -> None:
+        """Reads the state and the groups of an earlier process. Raises ValueError if its options differ."""
+        entries, torn = journal.read()
         if not entries and not torn:
             return
         if _STATE not in entries:
@@ -414,60 +511,68 @@ class Buffer:
                 "folder"
             )
         state = entries.pop(_STATE).head
-        for name in _KEPT:
+        for name in _JOURNALED_OPTIONS:
             if state[name] != getattr(self.config, name):
                 raise ValueError(
                     f"the journal in {folder} is of {name}={state[name]}, not {getattr(self.config, name)}; take "
                     "that, or another folder"
                 )
-        self.life = state["life"]
+
+        # State of the trainer and of the order. A group may have been written after the last state.
+        self.run_id = state["run_id"]
         self.step, self.version, self.lease = state["step"], state["version"], state["lease"]
         self.checksum = state["checksum"]
-        self._lost = [(low, high) for low, high in state["lost"]]
-        self._trained.update(state["trained"])
+        self._rollbacks = [(low, high) for low, high in state["rollbacks"]]
+        self._num_trained.update(state["num_trained"])
         self._counts["groups/torn"] = len(torn)
-        self._next = max([state["next"], *(int(name) + 1 for name in [*entries, *torn])])
-        self._begun.update(state["begun"])
-        admitted = [entry.head["admitted"] for entry in entries.values()]
-        self._begun.update(own["task"] for own in admitted if own["order"] >= state["next"])
-        gone = {f"{order:012d}" for order in state["gone"]}
-        for name in gone:
-            self._journal.remove(name)
+        orders = [int(name) + 1 for name in [*entries, *torn]]
+        self._next_order = max([state["next_order"], *orders])
+        self._num_started.update(state["num_started"])
+        tickets = [entry.head["ticket"] for entry in entries.values()]
+        self._num_started.update(
+            ticket["task"] for ticket in tickets if ticket["order"] >= state["next_order"]
+        )
+
+        # Groups, without those whose removal was interrupted.
+        removed = {_entry_name(order) for order in state["removed"]}
+        for name in removed:
+            journal.remove(name)
         for name, entry in entries.items():
-            if name not in gone:
-                self._resume(entry)
-        self._taken = {
-            step: tuple(name for name in names if name in self._waiting)
-            for step, names in state["taken"]
+            if name not in removed:
+                self._restore_group(entry)
+        self._batches = {
+            step: tuple(group_id for group_id in group_ids if group_id in self._waiting)
+            for step, group_ids in state["batches"]
         }
 
-    def _resume(self, entry: Entry) -> None:
-        """A group that had come, or one that was under way or dropped, whose place is owed."""
+    def _restore_group(self, entry: Entry) -> None:
+        """Restores a finished group, or queues the task number of one that was running or dropped."""
         head = entry.head
-        place = _Place(Admitted(**head["admitted"]), head["version"], head["lineage"])
+        slot = GroupSlot(
+            ticket=GroupTicket(**head["ticket"]),
+            version=head["version"],
+            num_rollbacks=head["num_rollbacks"],
+        )
         if entry.members:
-            place.come(entry.members)
-            self._waiting[place.admitted.group_id] = place
+            slot.complete(entry.members)
+            self._waiting[slot.ticket.group_id] = slot
         else:
-            self._owed[place.admitted.order] = place
+            self._to_resample[slot.ticket.order] = slot
 
 
 _COUNTS = (
-    *("groups/taken", "groups/repaired", "groups/failed", "groups/lost", "groups/stale"),
+    *("groups/taken", "groups/repaired", "groups/failed", "groups/rolled_back", "groups/stale"),
     *("groups/cancelled", "groups/given_up", "groups/unknown", "groups/torn"),
-    *("members/taken", "members/failed", "members/lost", "members/stale", "members/padded"),
+    *("members/taken", "members/failed", "members/rolled_back", "members/stale", "members/padded"),
+    "members/lost",
     *("attempts/ended", "attempts/failed"),
 )
 
 
-def _valid(why: Sequence[str | None]) -> list[int]:
-    return [i for i, reason in enumerate(why) if reason is None]
+def _valid(reasons: Sequence[str | None]) -> list[int]:
+    """Returns the indices of the members that are not excluded."""
+    return [i for i, reason in enumerate(reasons) if reason is None]
 
 
-def _rank(place: _Place) -> tuple[int, int]:
-    """By its version, which says by when it must be taken, then by its place in line."""
-    return place.version, place.admitted.order
-
-
-def _number(place: _Place) -> tuple[str, int]:
-    return place.admitted.task, place.admitted.number
+def _entry_name(order: int) -> str:
+    return f"{order:012d}"

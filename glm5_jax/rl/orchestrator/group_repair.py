@@ -1,54 +1,55 @@
-"""Which members of a group are learnt from, and what is made of a group without the others (GLM-5 4.1.2).
+"""Group repair: which members of a group are trained on, and how the group is filled up (GLM-5 4.1.2).
 
-A member is left out if its environment failed, if it is stale, or if weights sampled it that were lost, as the trainer
-went back to an earlier checkpoint. With more than half of its members left, a group is padded with them in turn; else
-it is dropped. GLM-5 says that the oldest token counts; not which members are repeated, nor whether stale ones are made
-up for. An example with groups of 8, max_staleness = 4 and step = 10, whose oldest versions are 9, 9, 8, 8, 7, 6, 6, 5:
+A member is excluded in three cases:
 
-    staleness 1, 1, 2, 2, 3, 4, 4, 5: the last is too old, 4 is not; say that the environment of the one before failed
-    6 of 8 are left, more than half: members 0 1 2 3 4 5 0 1
-    the baseline is the mean reward of the 6, and the two copies have the advantage of what they are copies of
-    had 4 been left, the group would have been dropped
+- FAILED: its environment failed.
+- STALE: its oldest token is too old.
+- ROLLED_BACK: it has tokens of weights that no longer exist, because the trainer went back to an earlier checkpoint.
+
+A group with more than half of its members is padded with copies of them, in turn. Otherwise it is dropped. GLM-5 says
+that the oldest token counts. It does not say which members are repeated, nor whether stale ones are replaced.
+
+Example of a group of 8 with max_staleness = 4 and step = 10, whose oldest versions are 9, 9, 8, 8, 7, 6, 6, 5:
+
+    staleness 1, 1, 2, 2, 3, 4, 4, 5: the last is too old, 4 is not; let the environment of the one before have failed
+    6 of 8 remain, more than half: members 0 1 2 3 4 5 0 1
+    the baseline is the mean reward of the 6, and the two copies have the advantage of their originals
+    with 4 remaining members, the group would be dropped
 """
 
 import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from glm5_jax.rl.trajectory import Trajectory
-
-FAILED, LOST, STALE = "failed", "lost", "stale"
+FAILED, ROLLED_BACK, STALE = "failed", "rolled_back", "stale"
 
 
-def versions(one: Trajectory) -> tuple[int, ...] | None:
-    """Of the weights that sampled it, each once, ascending; None if it says nothing of the policy."""
-    if one.failed:
-        return None
-    found = np.unique(np.concatenate([record.weight_version for record in one.records]))
-    return tuple(found[found >= 0].tolist())
-
-
-def left_out(
+def exclusion_reason(
     versions: tuple[int, ...] | None,
     oldest: int,
     newest: float = math.inf,
-    lost: Sequence[tuple[int, int]] = (),
+    rolled_back: Sequence[tuple[int, int]] = (),
 ) -> str | None:
-    """Why a member that these versions sampled is left out: FAILED, LOST or STALE; None: it is not.
+    """Returns why a member with these versions is excluded: FAILED, ROLLED_BACK or STALE; None if it is not.
 
-    oldest, newest: versions that may be learnt from. lost: pairs, those above the one and up to the other may not.
+    - versions: sampling versions of the member; None: it failed.
+    - oldest, newest: versions that may be trained on.
+    - rolled_back: pairs (low, high); versions v with low < v <= high may not be trained on.
     """
     if versions is None:
         return FAILED
-    if versions[-1] > newest or any(low < own <= high for low, high in lost for own in versions):
-        return LOST
+    if versions[-1] > newest or any(
+        low < version <= high for low, high in rolled_back for version in versions
+    ):
+        return ROLLED_BACK
     return STALE if versions[0] < oldest else None
 
 
-def repaired(valid: Sequence[int], group: int) -> tuple[int, ...] | None:
-    """The numbers of the members that make a group of those left, which are in ascending order; None: it is dropped."""
+def repair_group(valid: Sequence[int], group: int) -> tuple[int, ...] | None:
+    """Returns the indices of the members of a repaired group; None if the group must be dropped.
+
+    valid: indices of the members that are not excluded, ascending. group: size of a group.
+    """
     if 2 * len(valid) <= group:
         return None
     return (*valid, *itertools.islice(itertools.cycle(valid), group - len(valid)))

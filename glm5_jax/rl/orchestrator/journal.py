@@ -1,12 +1,10 @@
-"""Entries on disk that outlive the process that wrote them: each a file that is whole or not there.
+"""Journal on disk: entries that outlive the process that wrote them. Each entry is one complete file, or does not exist.
 
-An entry is a head, which is JSON, and trajectories, whose token streams are kept as bytes: numbers as text would take ten
-times as long, and a group of long rollouts has millions. A digest in front tells whole files from torn ones.
+An entry is a JSON object and trajectories without their records. A digest at the start detects incomplete files.
 """
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -15,35 +13,35 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from glm5_jax.data.record import STREAMS, TokenRecord
-from glm5_jax.rl.trajectory import Trajectory, trajectory
+from glm5_jax.rl.trajectory import Trajectory, trajectory_from_json
 
 _log = logging.getLogger(__name__)
 
-_DIGEST = 16  # bytes
-_LENGTH = 8  # bytes, of the text's length
-_WHOLE, _NEW, _TORN = ".entry", ".entry.new", ".entry.torn"
-# What a record holds beside its streams.
-_BESIDE = [field.name for field in dataclasses.fields(TokenRecord) if field.name not in STREAMS]
+_DIGEST_BYTES = 16
+_COMPLETE, _NEW, _TORN = ".entry", ".entry.new", ".entry.torn"  # suffixes of files
 
 
 class Entry(NamedTuple):
-    """head: JSON; members: the trajectories, with all that their records hold."""
+    """Entry of a journal.
+
+    Attributes:
+      head: JSON object.
+      members: trajectories without their records.
+    """
 
     head: Mapping[str, Any]
     members: tuple[Trajectory, ...]
 
 
 class Journal:
-    """A folder of entries by name, which one process at a time writes.
+    """Folder of entries by name. Only one process at a time may write it.
 
-    A change that fails, as on a full disk, is kept in memory with all that follow. `flush` makes them in their order, so that
-    the folder is at each time as it was meant to be at some time.
+    If a change fails, for example because the disk is full, it stays in memory with all later changes. `flush` applies
+    them in their order, so that the folder always has the state of some moment.
 
-    folder: made if it is not there. durable: whether an entry that was written outlives the machine's power too, and
-    not only the process; that takes a disk's time for each.
+    - folder: created if it does not exist.
+    - durable: whether written entries survive a power failure, and not only the end of the process. It costs a disk sync
+      for each change.
 
     Attributes:
       error: why the last changes are not in the folder, and what to do; "" if they are.
@@ -54,67 +52,68 @@ class Journal:
         self._changes: collections.deque[tuple[str, bytes | None]] = collections.deque()
         self.error = ""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for cut_off in self._folder.glob(f"*{_NEW}"):
-            cut_off.unlink()
+        for incomplete in self._folder.glob(f"*{_NEW}"):
+            incomplete.unlink()
 
     def write(self, name: str, head: Mapping[str, Any], members: Sequence[Trajectory] = ()) -> None:
-        """Replaces an entry; a process that is killed meanwhile leaves the one before."""
-        self._changes.append((name, _packed(head, members)))
+        """Writes or replaces an entry. If the process is killed meanwhile, the earlier entry remains."""
+        self._changes.append((name, _encode(head, members)))
         self.flush()
 
     def remove(self, name: str) -> None:
-        """Removes an entry; one that is missing was removed before."""
+        """Removes an entry; a missing one is ignored."""
         self._changes.append((name, None))
         self.flush()
 
     def flush(self) -> None:
-        """Makes the changes that are left, and sets `error` if one fails."""
+        """Applies the pending changes, and sets `error` if one fails."""
         try:
             while self._changes:
-                self._change(*self._changes[0])
+                name, content = self._changes[0]
+                self._apply(name, content)
                 self._changes.popleft()
         except OSError as error:
             self.error = (
                 f"the journal in {self._folder} cannot be written ({error}), so the run waits; make room for it, and the "
-                "run goes on"
+                "run continues"
             )
         else:
             self.error = ""
 
-    def _change(self, name: str, packed: bytes | None) -> None:
-        """Writes the bytes of an entry, or removes it."""
-        whole = self._folder / f"{name}{_WHOLE}"
-        if packed is None:
-            whole.unlink(missing_ok=True)
+    def _apply(self, name: str, content: bytes | None) -> None:
+        """Writes the bytes of an entry, or removes it if they are None."""
+        path = self._folder / f"{name}{_COMPLETE}"
+        if content is None:
+            path.unlink(missing_ok=True)
         else:
             new = self._folder / f"{name}{_NEW}"
             try:
                 with new.open("wb") as file:
-                    file.write(packed)
+                    file.write(content)
                     if self._durable:
                         file.flush()
                         os.fsync(file.fileno())
-                os.replace(new, whole)
+                os.replace(new, path)
             except OSError:
-                new.unlink(missing_ok=True)  # which would take the room that is left
+                new.unlink(missing_ok=True)  # it would take the remaining disk space
                 raise
-        self._settle()
+        self._sync_folder()
 
     def read(self) -> tuple[dict[str, Entry], list[str]]:
-        """All entries by name, and the names of torn ones, which are set aside."""
-        found, torn = {}, []
-        for path in sorted(self._folder.glob(f"*{_WHOLE}")):
-            name = path.name.removesuffix(_WHOLE)
-            entry = _unpacked(path.read_bytes())
+        """Returns all entries by name, and the names of torn entries, whose files are renamed."""
+        entries, torn = {}, []
+        for path in sorted(self._folder.glob(f"*{_COMPLETE}")):
+            name = path.name.removesuffix(_COMPLETE)
+            entry = _decode(path.read_bytes())
             if entry is None:
                 os.replace(path, path.with_name(f"{name}{_TORN}"))
                 _log.warning("%s is torn, and what it held is lost; it is set aside", path)
                 torn.append(name)
             else:
-                found[name] = entry
-        return found, torn
+                entries[name] = entry
+        return entries, torn
 
-    def _settle(self) -> None:
+    def _sync_folder(self) -> None:
         if self._durable:
             folder = os.open(self._folder, os.O_RDONLY)
             try:
@@ -124,59 +123,32 @@ class Journal:
 
 
 @contextlib.contextmanager
-def of_this_release(folder: pathlib.Path) -> Iterator[None]:
-    """Raises ValueError, with what to do, if what is read within it lacks what this release writes."""
+def check_release(folder: pathlib.Path) -> Iterator[None]:
+    """Raises ValueError, with advice, if the block fails because an entry lacks what this release writes."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"the journal in {folder} is not of this release ({type(error).__name__} {error}); go on with the release "
+            f"the journal in {folder} is not of this release ({type(error).__name__} {error}); continue with the release "
             "that wrote it, or empty the folder"
         ) from error
 
 
-def _packed(head: Mapping[str, Any], members: Sequence[Trajectory]) -> bytes:
-    """digest, length of the text, text, streams one after the other."""
-    told, streams = [], []
-    for member in members:
-        records = []
-        for record in member.records:
-            own = record.streams()
-            streams += [stream.tobytes() for stream in own.values()]
-            more = {name: getattr(record, name) for name in _BESIDE}
-            records.append({"length": len(record), "streams": list(own), "more": more})
-        told.append(dataclasses.replace(member, records=()).told() | {"records": records})
-    text = json.dumps({"head": head, "members": told}).encode()
-    body = b"".join([len(text).to_bytes(_LENGTH, "big"), text, *streams])
-    return hashlib.blake2b(body, digest_size=_DIGEST).digest() + body
+def _encode(head: Mapping[str, Any], members: Sequence[Trajectory]) -> bytes:
+    """Returns the bytes of an entry: a digest of the JSON text, and the text."""
+    text = json.dumps({"head": head, "members": [member.to_json() for member in members]}).encode()
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest() + text
 
 
-def _unpacked(packed: bytes) -> Entry | None:
-    """The way back; None if it is torn."""
-    digest, body = packed[:_DIGEST], packed[_DIGEST:]
-    if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
+def _decode(entry: bytes) -> Entry | None:
+    """Returns the entry that `_encode` encoded; None if it is torn or cannot be read."""
+    digest, text = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+    if hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest() != digest:
         return None
-    at = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
     try:
-        return _entry(json.loads(body[_LENGTH:at]), body, at)
+        body = json.loads(text)
+        return Entry(body["head"], tuple(trajectory_from_json(m) for m in body["members"]))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        # Whole, and of a release that took what this one refuses, such as a reward that is no number of float32.
+        # Another release accepted a value that this one rejects, such as a reward that float32 cannot hold.
         _log.warning("an entry cannot be read: %s %s", type(error).__name__, error)
         return None
-
-
-def _entry(told: Mapping[str, Any], body: bytes, at: int) -> Entry:
-    """Returns the entry of a text whose streams begin at a byte of the body."""
-    members = []
-    for said in told["members"]:
-        records = []
-        for one in said["records"]:
-            streams = {}
-            for name in one["streams"]:
-                streams[name] = np.frombuffer(body, STREAMS[name], one["length"], at)
-                at += streams[name].nbytes
-            spans = tuple((start, end, kind) for start, end, kind in one["more"]["spans"])
-            records.append(TokenRecord(**{**streams, **one["more"], "spans": spans}))
-        bare = trajectory({**said, "records": ()})
-        members.append(dataclasses.replace(bare, records=tuple(records)))
-    return Entry(told["head"], tuple(members))

@@ -1,26 +1,30 @@
-"""The Multi-Task Rollout Orchestrator: a hub between the trainer and the services of its tasks (GLM-5 4.1.1).
+"""Multi-Task Rollout Orchestrator: distributes rollouts of all tasks, and gives batches to the trainer (GLM-5 4.1.1).
 
-    hub = Orchestrator(HubConfig(port=8100, gateway="http://10.0.0.1:9000", journal="DIR"))
-    asyncio.run(hub.serve())
+    orchestrator = Orchestrator(OrchestratorConfig(port=8100, gateway="http://10.0.0.1:9000", journal="DIR"))
+    asyncio.run(orchestrator.serve())
 
-    POST   /tasks                     a service (`service.TaskService`) is there, and says what it has
-    POST   /tasks/NAME/heartbeat      it still is
-    DELETE /tasks/NAME                it takes nothing more
-    POST   /trainer/begin             {step, version, checksum} -> {lease}: the trainer starts, or goes on from a
-                                      checkpoint
-    POST   /groups/take               {lease, step, seconds}: the batch of a step, waited for so long, and what was
-                                      counted meanwhile (`Buffer.counted`)
-    POST   /groups/trained            {lease, step}: it was learnt from
-    POST   /groups/cancel             {group_id, again}: a group that is under way is called off
-    POST   /version                   {lease, version, checksum}: of the weights that the engines have now
-    POST   /evaluate                  {count, seconds}: attempts at held-out tasks
-    POST   /pause, /resume            whether groups begin
-    GET    /status                    how everything is doing
+    POST   /tasks                     registers a task service (`task_service.TaskService`)
+    POST   /tasks/NAME/heartbeat      records a heartbeat of a service
+    DELETE /tasks/NAME                stops new groups for a service
+    POST   /trainer/begin             {step, version, checksum} -> {lease}: registers the trainer after a start or resume
+    POST   /groups/take               {lease, step, timeout_s}: returns the batch of a step, after a wait, with the counts
+                                      since the previous batch (`GroupBuffer.batch_counts`), and the URL of the gateway,
+                                      which has the records
+    POST   /groups/lost               {lease, rollout_ids}: reports that the gateway has lost records
+    POST   /groups/trained            {lease, step}: reports that the batch was trained on
+    POST   /groups/cancel             {group_id, should_resample}: cancels a running group
+    POST   /version                   {lease, version, checksum}: reports the weights of the engines
+    POST   /evaluate                  {count, timeout_s}: runs attempts at held-out tasks
+    POST   /pause, /resume            stops or allows new groups
+    GET    /status                    returns the status of everything
 
-Groups are admitted as the buffer allows (`buffer`), of the task whose turn it is (`registry`), and their rollouts go side
-by side (`remote`). Nothing is waited for without a limit: a service or gateway that is gone is told in /status and with
-every batch that is not there yet. What has come is in the journal, and the next hub goes on with it. There is one
-trainer: once another has begun, whatever a former one still says, under its lease, is refused.
+The group buffer admits groups, the task registry selects their tasks, and the dispatcher runs their rollouts concurrently.
+Every wait has a timeout. Services and gateways that are down are listed in /status and in the reply to a batch request
+that is not ready. Finished groups are in the journal, with which the next orchestrator continues. There is one trainer:
+after another one has begun, all requests under an earlier lease are refused.
+
+Token records never pass through this process. It has their summaries, and the trainer fetches the records of its batch
+from the gateway. Those of groups that were trained on or dropped are then deleted there.
 """
 
 import asyncio
@@ -31,18 +35,28 @@ import logging
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from typing import TypeVar
 
 from aiohttp import web
 
-from glm5_jax.rl import request_schemas
-from glm5_jax.rl.orchestrator.client import NOT_BEGUN, JsonClient, told_taken
-from glm5_jax.rl.orchestrator.dispatcher import Remote, RemoteConfig
-from glm5_jax.rl.orchestrator.group_buffer import Admitted, Buffer, BufferConfig
-from glm5_jax.rl.orchestrator.task_registry import Registry, RegistryConfig, Service
-from glm5_jax.rl.trajectory import Taken, Trajectory
-from glm5_jax.rl.types import is_ahead
+from glm5_jax.rl.orchestrator.client import NO_TRAINER, JsonClient, batch_group_to_json
+from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig, RolloutDispatcher
+from glm5_jax.rl.orchestrator.fair_share import CLOSED
+from glm5_jax.rl.orchestrator.group_buffer import BufferConfig, GroupBuffer, GroupTicket
+from glm5_jax.rl.orchestrator.task_registry import RegisteredService, RegistryConfig, TaskRegistry
+from glm5_jax.rl.request_bodies import (
+    BeginTrainer,
+    CancelGroup,
+    EvaluateTasks,
+    MarkLost,
+    MarkTrained,
+    ServiceHeartbeat,
+    SetWeights,
+    TakeGroups,
+)
+from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.rl.types import is_lease_ahead
 from glm5_jax.runtime.folder_lock import FolderLock
 from glm5_jax.runtime.http_server import (
     ApiError,
@@ -50,83 +64,94 @@ from glm5_jax.runtime.http_server import (
     HttpServer,
     ListenConfig,
     check_url,
-    json_bytes,
     json_response,
 )
-from glm5_jax.runtime.json_schema import validate
+from glm5_jax.runtime.json_structs import JsonStruct, decode
 
 _log = logging.getLogger(__name__)
-RETRY_S = 1.0  # between two tries to write the journal of a full disk
+_Body = TypeVar("_Body", bound=JsonStruct)
+RETRY_S = 1.0  # between two attempts to write the journal of a full disk
 
 
-@dataclasses.dataclass(frozen=True)
-class HubConfig(ListenConfig):
-    """Construction refuses values out of range (ValueError).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrchestratorConfig(ListenConfig):
+    """Options of the orchestrator. Raises ValueError for values out of range.
 
     Attributes:
-      gateway: its URL.
-      seed: of all rollouts.
-      journal: folder with what has come, for the next hub; None: none.
-      poll_seconds: that a trainer is kept waiting at most before it has to ask again.
-      tick: seconds between two looks at what only time changes.
-      most_bytes: of an answer.
-      api_key: key that the hub and the gateway require; services require the token that they register with.
+      gateway: URL of the gateway.
+      seed: seed of all rollouts.
+      journal: folder of finished groups, for the next orchestrator; None: no journal.
+      poll_timeout_s: longest wait of one request for a batch, in seconds.
+      poll_interval_s: time between two checks of what only time changes, in seconds.
+      max_response_bytes: size limit of a response of the gateway or of a service, in bytes.
+      buffer, registry, dispatcher: options of the parts.
+      api_key: key that the orchestrator and the gateway require. A service requires the token that it registers with.
     """
 
     port: int = 8100
     gateway: str = "http://127.0.0.1:9000"
     seed: int = 0
     journal: str | None = None
-    poll_seconds: float = 60.0
-    tick: float = 0.1
-    most_bytes: int = 2**28
+    poll_timeout_s: float = 60.0
+    poll_interval_s: float = 0.1
+    max_response_bytes: int = 2**28
     buffer: BufferConfig = BufferConfig()
     registry: RegistryConfig = RegistryConfig()
-    remote: RemoteConfig = RemoteConfig()
+    dispatcher: DispatcherConfig = DispatcherConfig()
 
     def __post_init__(self):
         super().__post_init__()
         check_url("gateway", self.gateway)
-        for name in ("poll_seconds", "tick", "most_bytes"):
+        for name in ("poll_timeout_s", "poll_interval_s", "max_response_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
-@dataclasses.dataclass(eq=False)
-class _UnderWay:
-    """A group. left: of its rollouts, those that have not ended; again: whether its number is to be admitted again if it
-    is called off; accepted: once it has come."""
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _RunningGroup:
+    """Group whose rollouts are running.
 
-    service: Service
-    admitted: Admitted
-    left: int
-    again: bool = True
-    accepted: bool | None = None
+    Attributes:
+      service: service of the task.
+      ticket: identity of the group.
+      num_left: number of rollouts that have not ended.
+      should_resample: whether the task number is sampled again if the group is cancelled.
+      is_accepted: whether the buffer has accepted the finished group; None: it has not finished.
+      task: asyncio task that runs the group; None: not started yet.
+    """
+
+    service: RegisteredService
+    ticket: GroupTicket
+    num_left: int
+    should_resample: bool = True
+    is_accepted: bool | None = None
     task: asyncio.Task | None = None
 
 
 class Orchestrator(HttpServer):
-    """The hub."""
+    """Server between the trainer, the gateway and the task services."""
 
-    def __init__(self, config: HubConfig = HubConfig()):
+    config: OrchestratorConfig
+
+    def __init__(self, config: OrchestratorConfig = OrchestratorConfig()):
         super().__init__(config)
         self._clock = time.monotonic
         folder = None if config.journal is None else pathlib.Path(config.journal)
-        with contextlib.ExitStack() as held:
-            # Two hubs would give out the same groups, and write over each other's.
+        with contextlib.ExitStack() as stack:
+            # Two orchestrators would give out the same groups, and overwrite each other's entries.
             if folder is not None:
-                held.enter_context(FolderLock(folder))
-            # Agents of a hub that was killed may go on in their sessions, which no other's must be named like.
-            self._buffer = Buffer(config.buffer, folder, f"{secrets.token_hex(4)}-")
-            self._held = held.pop_all()
-        self._registry = Registry(config.buffer.group, config.registry)
-        self._registry.drawn.update(self._buffer.begun)
-        self._collect()
-        self._groups: dict[str, _UnderWay] = {}
-        self._tasks: set[asyncio.Task] = set()  # all that run until they are cancelled
-        self._paused = self._ending = False
+                stack.enter_context(FolderLock(folder))
+            # Agents of a killed orchestrator may still run; the random prefix keeps session names unique.
+            self._buffer = GroupBuffer(config.buffer, folder, f"{secrets.token_hex(4)}-")
+            self._locks = stack.pop_all()
+        self._registry = TaskRegistry(config.buffer.group, config.registry)
+        self._registry.num_drawn.update(self._buffer.num_started)
+        self._queue_resamples()
+        self._groups: dict[str, _RunningGroup] = {}
+        self._tasks: set[asyncio.Task] = set()  # all tasks that run until they are cancelled
+        self._is_paused = self._is_closing = False
         self._next_write = 0.0
-        self._news = asyncio.Event()
+        self._change = asyncio.Event()  # set at the next change of state
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         post = {
@@ -134,9 +159,10 @@ class Orchestrator(HttpServer):
             "/tasks/{name}/heartbeat": self._heartbeat,
             "/trainer/begin": self._begin,
             "/groups/take": self._take,
-            "/groups/trained": self._trained,
+            "/groups/trained": self._mark_trained,
+            "/groups/lost": self._mark_lost,
             "/groups/cancel": self._cancel,
-            "/version": self._version,
+            "/version": self._set_version,
             "/evaluate": self._evaluate,
             "/pause": functools.partial(self._pause, True),
             "/resume": functools.partial(self._pause, False),
@@ -147,171 +173,179 @@ class Orchestrator(HttpServer):
     def app(self) -> web.Application:
         app = super().app()
 
-        async def end(app):
-            # Or the server would wait for trainers that wait for batches.
-            self._ending = True
-            self._tell()
+        async def end_waits(app):
+            # Otherwise the server would wait for trainers that wait for batches.
+            self._is_closing = True
+            self._notify()
 
-        app.on_shutdown.append(end)
+        app.on_shutdown.append(end_waits)
         return app
 
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
-        with self._held:
-            async for _ in self._working():
+        with self._locks:
+            async for _ in self._run():
                 yield
 
-    async def _working(self) -> AsyncIterator[None]:
+    async def _run(self) -> AsyncIterator[None]:
         config = self.config
         async with (
-            JsonClient(self.api_key, most_bytes=config.most_bytes) as gateway,
-            # Without the key of the run, which must not go to whatever URL was registered.
-            JsonClient(most_bytes=config.most_bytes) as services,
+            JsonClient(self.api_key, max_response_bytes=config.max_response_bytes) as gateway,
+            # Without the key of the run, which must not go to URLs that somebody registered.
+            JsonClient(max_response_bytes=config.max_response_bytes) as services,
         ):
-            own = config.gateway, config.seed, config.remote, self._clock, self._buffer.life
-            self._remote = Remote(gateway, services, *own)
-            self._remote.weights = self._buffer.weights
-            self._filling = self._started(self._fill())
-            self._started(self._remote.sweep())
+            self._dispatcher = RolloutDispatcher(
+                gateway,
+                services,
+                config.gateway,
+                seed=config.seed,
+                config=config.dispatcher,
+                clock=self._clock,
+                run_id=self._buffer.run_id,
+                has_group=self._buffer.has_group,
+                weights=self._buffer.weights,
+            )
+            self._main_loop = self._create_task(self._start_groups_forever())
+            self._create_task(self._dispatcher.delete_orphans())
             yield
             tasks = set(self._tasks)
             for task in tasks:
                 task.cancel()
-            # They end their sessions, and their numbers are in the journal.
+            # Cancelled rollouts end their sessions. Their task numbers are in the journal.
             await asyncio.wait(tasks, timeout=config.grace_s)
 
-    def _started(self, work: Coroutine) -> asyncio.Task:
-        task = asyncio.create_task(work)
+    def _create_task(self, coroutine: Coroutine) -> asyncio.Task:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def drain(self) -> None:
-        """See `HttpServer`; groups that are under way may end."""
+        """Stops new groups, then drains like `HttpServer`. Running groups may finish."""
         self._draining = True
-        self._tell()
+        self._notify()
         await super().drain()
 
     # -- groups --------------------------------------------------------------------------------------------
 
-    async def _fill(self) -> None:
-        """Lets groups begin whenever they may, and sees who is lost."""
+    async def _start_groups_forever(self) -> None:
+        """Starts groups whenever the buffer admits them, and detects lost services."""
         while True:
-            news, now = self._news, self._clock()
+            change, now = self._change, self._clock()
             for service in self._registry.expire(now):
                 _log.warning("%s is lost: %s", service.spec.name, service.error)
-                self._call_off(service)
+                self._cancel_calls(service)
             if now >= self._next_write:
                 self._write_journal(now)
-            can_start = not (self._draining or self._paused or self._buffer.unwritten)
+            can_start = not (self._draining or self._is_paused or self._buffer.journal_error)
             if self._buffer.lease and can_start:
                 self._start_groups(now)
-            await self._hear(news, self.config.tick)
+            await self._wait(change, self.config.poll_interval_s)
 
     def _write_journal(self, now: float) -> None:
-        """Writes what a full disk has kept out of the journal, and looks again after a while if it still does."""
-        before = self._buffer.unwritten
+        """Writes the pending changes of the journal, and sets the time of the next attempt."""
+        error_before = self._buffer.journal_error
         self._buffer.write_journal()
-        self._next_write = now + (RETRY_S if self._buffer.unwritten else 0.0)
-        if self._buffer.unwritten and not before:
-            _log.error("%s", self._buffer.unwritten)
-        if before and not self._buffer.unwritten:
+        self._next_write = now + (RETRY_S if self._buffer.journal_error else 0.0)
+        if self._buffer.journal_error and not error_before:
+            _log.error("%s", self._buffer.journal_error)
+        if error_before and not self._buffer.journal_error:
             _log.warning("the journal can be written again")
-            self._tell()
+            self._notify()
 
     def _check_journal(self) -> None:
-        """Raises ApiError unless everything that was answered before is in the journal."""
-        if self._buffer.unwritten:
+        """Raises ApiError unless the journal has everything that earlier replies depend on."""
+        if self._buffer.journal_error:
             self._write_journal(self._clock())
-        if self._buffer.unwritten:
-            raise ApiError(self._buffer.unwritten, 503, "journal")
+        if self._buffer.journal_error:
+            raise ApiError(self._buffer.journal_error, 503, "journal")
 
     def _start_groups(self, now: float) -> None:
         accepted = None
-        while self._buffer.room() and not self._remote.gateway.wait(now):
-            if self._buffer.unwritten:
+        while self._buffer.num_admissible() and not self._dispatcher.gateway.wait(now):
+            if self._buffer.journal_error:
                 return
-            ready = self._registry.ready(now)
+            ready = self._registry.ready_tasks(now)
             if not ready:
                 return
-            if accepted is None:  # counted anew each time
+            if accepted is None:  # counting takes time, and starting groups does not change it
                 accepted = self._buffer.accepted
-            self._start(*self._registry.next(accepted, ready), now)
+            service, number = self._registry.next_group(accepted, ready)
+            self._start_group(service, number, now)
 
-    def _start(self, service: Service, number: int, now: float) -> None:
-        admitted = self._buffer.admit(service.spec.name, number)
-        self._remote.gateway.begun(now)
-        self._registry.begun(service, now)
-        own = _UnderWay(service, admitted, self.config.buffer.group)
-        own.task = self._started(self._attempt(own))
-        own.task.add_done_callback(functools.partial(self._settle, own))
-        self._groups[admitted.group_id] = own
+    def _start_group(self, service: RegisteredService, number: int, now: float) -> None:
+        ticket = self._buffer.admit(service.spec.name, number)
+        self._dispatcher.gateway.start_trial(now)
+        self._registry.start_group(service, now)
+        group = _RunningGroup(service=service, ticket=ticket, num_left=self.config.buffer.group)
+        group.task = self._create_task(self._run_group(group))
+        group.task.add_done_callback(functools.partial(self._finish_group, group))
+        self._groups[ticket.group_id] = group
         self._active += 1
 
-    async def _attempt(self, own: _UnderWay) -> None:
-        async def one(place: int) -> Trajectory:
+    async def _run_group(self, group: _RunningGroup) -> None:
+        async def run(index: int) -> Trajectory:
             try:
-                return await self._remote.rollout(own.service, own.admitted, place)
+                return await self._dispatcher.run_rollout(group.service, group.ticket, index)
             finally:
-                own.left -= 1
-                own.service.in_flight -= 1
-                self._tell()
+                group.num_left -= 1
+                group.service.in_flight -= 1
+                self._notify()
 
-        # Not `gather`, whose cancellation waits for the first of them alone.
+        # Not `gather`, whose cancellation waits for the first rollout only.
         async with asyncio.TaskGroup() as members:
-            tasks = [members.create_task(one(place)) for place in range(own.left)]
-        found = [task.result() for task in tasks]
-        own.accepted = self._buffer.put(own.admitted.group_id, found)
+            tasks = [members.create_task(run(index)) for index in range(group.num_left)]
+        trajectories = [task.result() for task in tasks]
+        group.is_accepted = self._buffer.put(group.ticket.group_id, trajectories)
 
-    def _settle(self, own: _UnderWay, task: asyncio.Task) -> None:
-        """A group has come, or was called off. Behind the task, which may be cancelled before it begins."""
-        del self._groups[own.admitted.group_id]
+    def _finish_group(self, group: _RunningGroup, task: asyncio.Task) -> None:
+        """Records the end of a group. It is a callback, because a task may be cancelled before it starts."""
+        del self._groups[group.ticket.group_id]
         self._active -= 1
-        own.service.in_flight -= own.left
+        group.service.in_flight -= group.num_left
         if not task.cancelled() and (error := task.exception()):
-            _log.error("group %s", own.admitted.group_id, exc_info=error)
-            own.service.broken(f"{type(error).__name__}: {error}", self._clock())
-        if own.accepted is None:
-            self._buffer.cancel(own.admitted.group_id, own.again)
-        self._registry.ended(own.service, own.accepted)
-        self._collect()
-        self._tell()
+            _log.error("group %s", group.ticket.group_id, exc_info=error)
+            group.service.trip_breaker(f"{type(error).__name__}: {error}", self._clock())
+        if group.is_accepted is None:
+            self._buffer.cancel(group.ticket.group_id, group.should_resample)
+        self._registry.finish_group(group.service, group.is_accepted)
+        self._queue_resamples()
+        self._notify()
 
-    def _collect(self) -> None:
-        """Numbers that are to be admitted again go to their services."""
-        for task, number in self._buffer.again():
-            self._registry.repeat(task, number)
+    def _queue_resamples(self) -> None:
+        """Queues the task numbers of dropped groups at the registry."""
+        for task, number in self._buffer.pop_resamples():
+            self._registry.resample(task, number)
 
-    def _call_off(self, service: Service) -> None:
-        """What is asked of a service now has failed."""
+    def _cancel_calls(self, service: RegisteredService) -> None:
+        """Cancels the running requests to a service, so that their rollouts fail."""
         for call in tuple(service.calls):
             call.cancel()
 
-    def _tell(self) -> None:
-        """Something has changed; who waits looks again."""
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        """Wakes everything that waits for a change."""
+        self._change.set()
+        self._change = asyncio.Event()
 
-    async def _hear(self, news: asyncio.Event, seconds: float) -> None:
+    async def _wait(self, change: asyncio.Event, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await news.wait()
+            async with asyncio.timeout(timeout_s):
+                await change.wait()
 
     # -- services ------------------------------------------------------------------------------------------
 
     async def _register(self, request: web.Request) -> web.Response:
-        service, other = self._registry.register(
-            await self.read_body(request, lambda said: said), self._clock()
-        )
-        if other:
-            self._call_off(service)
+        body = await self.read_body(request, lambda body: body)
+        service, is_new_process = self._registry.register(body, self._clock())
+        if is_new_process:
+            self._cancel_calls(service)
         _log.info("%s is served at %s", service.spec.name, service.spec.url)
-        self._tell()
+        self._notify()
         return json_response({"name": service.spec.name})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
-        said = await self._said(request, request_schemas.BEAT)
+        body = await self._read(request, ServiceHeartbeat)
         name = request.match_info["name"]
-        self._registry.heartbeat(name, said.get("instance", ""), self._clock())
+        self._registry.heartbeat(name, body.instance, self._clock())
         return json_response({"name": name})
 
     async def _leave(self, request: web.Request) -> web.Response:
@@ -321,175 +355,191 @@ class Orchestrator(HttpServer):
     # -- the trainer ---------------------------------------------------------------------------------------
 
     async def _begin(self, request: web.Request) -> web.Response:
-        said = await self._said(request, request_schemas.BEGIN)
-        with _conflicts():
-            # By the clock they differ from those of a hub that has left no journal, too.
-            least = int(1e3 * time.time())
-            self._buffer.begin(said["step"], said["version"], said.get("checksum"), least)
+        body = await self._read(request, BeginTrainer)
+        with _as_conflict():
+            # Time makes the lease larger than those of an orchestrator that has left no journal, too.
+            min_lease = int(1e3 * time.time())
+            self._buffer.begin(body.step, body.version, body.checksum, min_lease)
         self._check_journal()
         lease = self._buffer.lease
-        self._collect()
-        self._tell()
-        await self._remote.want(self._buffer.weights)
+        self._queue_resamples()
+        self._notify()
+        await self._require_weights()
         return json_response(self._position() | {"lease": lease})
 
     async def _take(self, request: web.Request) -> web.Response:
-        said = await self._said(request, request_schemas.TAKE)
-        until = self._clock() + min(said["seconds"], self.config.poll_seconds)
+        body = await self._read(request, TakeGroups)
+        end = self._clock() + min(body.timeout_s, self.config.poll_timeout_s)
         while True:
-            self._check_lease(said)
-            news = self._news
-            with _conflicts():
-                taken = self._buffer.take(said["step"])
-            self._collect()
-            # A batch is given out once the journal has that it was taken.
-            if taken is not None and not self._buffer.unwritten:
-                self._tell()
-                loop = asyncio.get_running_loop()
-                counts = self._buffer.counted(said["step"])
-                body = await loop.run_in_executor(None, _batch, taken, counts)
-                return web.Response(body=body, content_type="application/json")
-            left = until - self._clock()
-            if left <= 0 or self._ending:
+            self._check_lease(body.lease)
+            change = self._change
+            with _as_conflict():
+                groups = self._buffer.take(body.step)
+            self._queue_resamples()
+            # A batch is sent only after the journal has recorded it.
+            if groups is not None and not self._buffer.journal_error:
+                self._notify()
+                return json_response(
+                    {
+                        "groups": [batch_group_to_json(group) for group in groups],
+                        "counts": self._buffer.batch_counts(body.step),
+                        "gateway": self.config.gateway,
+                    }
+                )
+            remaining_s = end - self._clock()
+            if remaining_s <= 0 or self._is_closing:
                 self._check_journal()
-                return json_response({"groups": None, "hindered": self._hindered()})
-            await self._hear(news, left)
+                return json_response({"groups": None, "blockers": self._blockers()})
+            await self._wait(change, remaining_s)
 
-    async def _trained(self, request: web.Request) -> web.Response:
-        said = await self._said(request, request_schemas.TRAINED)
-        self._check_lease(said)
-        with _conflicts():
-            self._buffer.trained(said["step"])
+    async def _mark_trained(self, request: web.Request) -> web.Response:
+        body = await self._read(request, MarkTrained)
+        self._check_lease(body.lease)
+        with _as_conflict():
+            self._buffer.mark_trained(body.step)
         self._check_journal()
-        self._collect()
-        self._tell()
+        self._queue_resamples()
+        self._notify()
         return json_response(self._position())
 
-    async def _version(self, request: web.Request) -> web.Response:
-        said = await self._said(request, request_schemas.VERSION)
-        self._check_lease(said)
-        with _conflicts():
-            self._buffer.push(said["version"], said.get("checksum"))
+    async def _mark_lost(self, request: web.Request) -> web.Response:
+        body = await self._read(request, MarkLost)
+        self._check_lease(body.lease)
+        self._buffer.mark_lost(body.rollout_ids)
         self._check_journal()
-        self._tell()
-        await self._remote.want(self._buffer.weights)
+        self._queue_resamples()
+        self._notify()
         return json_response(self._position())
 
-    async def _said(self, request: web.Request, schema: Mapping) -> Any:
-        return await self.read_body(request, lambda said: validate(said, schema))
+    async def _set_version(self, request: web.Request) -> web.Response:
+        body = await self._read(request, SetWeights)
+        self._check_lease(body.lease)
+        with _as_conflict():
+            self._buffer.push(body.version, body.checksum)
+        self._check_journal()
+        self._notify()
+        await self._require_weights()
+        return json_response(self._position())
 
-    def _check_lease(self, said: Mapping[str, Any]) -> None:
-        """ApiError unless it is the trainer that began last who says this."""
-        if self._filling.done():
-            raise ApiError(f"the hub has failed: {self._filling.exception()!r}", 500, "internal")
-        if not self._buffer.lease or is_ahead(self._buffer.lease, time.time()):
-            # The clock may have been set back since the lease was given, and gateways refuse what is ahead of theirs.
+    async def _require_weights(self) -> None:
+        """Sends the weights of the buffer to the gateway."""
+        if (weights := self._buffer.weights) is not None:
+            await self._dispatcher.require_weights(weights)
+
+    async def _read(self, request: web.Request, kind: type[_Body]) -> _Body:
+        return await self.read_body(request, lambda body: decode(body, kind))
+
+    def _check_lease(self, lease: int) -> None:
+        """Raises ApiError unless the request is from the trainer that began last."""
+        if self._main_loop.done():
+            error = self._main_loop.exception()
+            raise ApiError(f"the orchestrator has failed: {error!r}", 500, "internal")
+        if not self._buffer.lease or is_lease_ahead(self._buffer.lease, time.time()):
+            # The clock may have been set back since the lease, and gateways refuse a lease ahead of their clocks.
             raise ApiError(
-                "no trainer has begun; say where it is with /trainer/begin", NOT_BEGUN, "begin"
+                "no trainer has begun; send its position to /trainer/begin", NO_TRAINER, "begin"
             )
-        if said["lease"] != self._buffer.lease:
+        if lease != self._buffer.lease:
             raise ApiError(
-                f"the trainer of lease {said['lease']} has been replaced: one has begun since with lease "
-                f"{self._buffer.lease}; end this one, or begin anew from its checkpoint",
+                f"the trainer of lease {lease} has been replaced: one has begun since with lease "
+                f"{self._buffer.lease}; end this one, or restart it from its checkpoint",
                 409,
                 "replaced",
                 "lease",
             )
 
     def _position(self) -> dict[str, int]:
-        buffer = self._buffer
         names = ("step", "version", "waiting", "running")
-        return {name: getattr(buffer, name) for name in names}
+        return {name: getattr(self._buffer, name) for name in names}
 
     # -- people --------------------------------------------------------------------------------------------
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        said = await self._said(request, request_schemas.CANCEL)
-        own = self._groups.get(said["group_id"])
-        if own is None:
-            raise ApiError(f"no group {said['group_id']!r} is under way", 404, param="group_id")
-        own.again = said.get("again", False)
-        own.task.cancel()
-        return json_response({"group_id": said["group_id"], "task": own.admitted.task})
+        body = await self._read(request, CancelGroup)
+        group = self._groups.get(body.group_id)
+        if group is None or group.task is None:
+            raise ApiError(f"no group {body.group_id!r} is running", 404, param="group_id")
+        group.should_resample = body.should_resample
+        group.task.cancel()
+        return json_response({"group_id": body.group_id, "task": group.ticket.task})
 
-    async def _pause(self, paused: bool, request: web.Request) -> web.Response:
+    async def _pause(self, is_paused: bool, request: web.Request) -> web.Response:
         del request
-        self._paused = paused
-        self._tell()
-        return json_response({"paused": paused})
+        self._is_paused = is_paused
+        self._notify()
+        return json_response({"paused": is_paused})
 
     async def _status(self, request: web.Request) -> web.Response:
         now = self._clock()
         gateway = {
             "url": self.config.gateway,
-            "state": self._remote.gateway.state,
-            "error": self._remote.error,
+            "state": self._dispatcher.gateway.state,
+            "error": self._dispatcher.error,
         }
         return json_response(
             {
                 **self._position(),
-                "room": self._buffer.room(),
+                "num_admissible": self._buffer.num_admissible(),
                 "begun": self._buffer.lease > 0,
-                "paused": self._paused,
+                "paused": self._is_paused,
                 "draining": self._draining,
-                "hindered": self._hindered(),
+                "blockers": self._blockers(),
                 "gateway": gateway,
-                "tasks": self._registry.told(self._buffer.accepted, now),
+                "tasks": self._registry.status(self._buffer.accepted, now),
                 "groups": {
-                    name: {
-                        "task": own.admitted.task,
-                        "number": own.admitted.number,
-                        "left": own.left,
+                    group_id: {
+                        "task": group.ticket.task,
+                        "number": group.ticket.number,
+                        "num_left": group.num_left,
                     }
-                    for name, own in self._groups.items()
+                    for group_id, group in self._groups.items()
                 },
                 "metrics": self._buffer.metrics(),
             }
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        failed = self._filling.done()
-        state = "failed" if failed else "draining" if self._draining else "ok"
-        return json_response({"status": state}, 503 if failed else 200)
+        has_failed = self._main_loop.done()
+        state = "failed" if has_failed else "draining" if self._draining else "ok"
+        return json_response({"status": state}, 503 if has_failed else 200)
 
-    def _hindered(self) -> list[str]:
-        """Why batches may be late, in words."""
-        found = []
+    def _blockers(self) -> list[str]:
+        """Returns one line per reason why batches may be late."""
+        lines = []
         if not self._buffer.lease:
-            found.append("no trainer has begun")
-        if self._buffer.unwritten:
-            found.append(self._buffer.unwritten)
-        if self._paused:
-            found.append("the hub is paused")
+            lines.append("no trainer has begun")
+        if self._buffer.journal_error:
+            lines.append(self._buffer.journal_error)
+        if self._is_paused:
+            lines.append("the orchestrator is paused")
         if self._draining:
-            found.append("the hub is ending")
-        if self._remote.gateway.state != "closed":
-            found.append(f"the gateway at {self.config.gateway} fails: {self._remote.error}")
+            lines.append("the orchestrator is shutting down")
+        if self._dispatcher.gateway.state != CLOSED:
+            lines.append(f"the gateway at {self.config.gateway} fails: {self._dispatcher.error}")
         if not self._registry.services:
-            found.append("no task service is registered")
-        return found + self._registry.hindered()
+            lines.append("no task service is registered")
+        return lines + self._registry.blockers()
 
     async def _evaluate(self, request: web.Request) -> web.Response:
-        said = await self._said(request, request_schemas.EVALUATE)
-        able = [own for own in self._registry.services.values() if own.spec.held_out]
+        body = await self._read(request, EvaluateTasks)
+        services = [s for s in self._registry.services.values() if s.spec.held_out]
         self._active += 1
         try:
-            found = await asyncio.gather(
-                *(self._remote.examine(own, said["count"], said["seconds"]) for own in able)
+            evaluations = (
+                self._dispatcher.evaluate(service, body.count, body.timeout_s)
+                for service in services
             )
+            results = await asyncio.gather(*evaluations)
         finally:
             self._active -= 1
-        return json_response({"tasks": dict(zip((own.spec.name for own in able), found))})
+        names = (service.spec.name for service in services)
+        return json_response({"tasks": dict(zip(names, results))})
 
 
 @contextlib.contextmanager
-def _conflicts():
-    """What the buffer cannot do is the trainer's mistake."""
+def _as_conflict() -> Iterator[None]:
+    """Turns a ValueError of the buffer into HTTP 409."""
     try:
         yield
     except ValueError as error:
         raise ApiError(str(error), 409) from None
-
-
-def _batch(taken: Sequence[Taken], counts: Mapping[str, int]) -> bytes:
-    return json_bytes({"groups": [told_taken(group) for group in taken], "counts": counts})

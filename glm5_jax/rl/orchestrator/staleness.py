@@ -1,34 +1,38 @@
-"""How many groups of rollouts may begin, and when a batch of them may be given out, so that none gets too old.
+"""Admission and pacing: how many groups of rollouts may start, and when a batch is released, so that none is too old.
 
-A version is the optimiser step of the weights that sampled a token, and the trainer's step is that of the weights which
-learn from it, so that a rollout is as stale as its oldest token: step - version (GLM-5 4.1.2; it discloses neither the
-bound nor its unit).
+The version of a token is the optimiser step of the weights that sampled it. The trainer's step is that of the weights
+that train on it. The staleness of a rollout is that of its oldest token: step - version (GLM-5 4.1.2 discloses neither
+the bound nor its unit).
 
-Admission. As many groups are outstanding, from their first token until they are trained on, as the trainer can take
-before those that begin now are too old: up to (max_staleness + version - step + 1) * batch_groups (AReaL, arXiv
-2505.24298, from what is there and not from totals, which a restart could get wrong).
+Admission. A group is outstanding from its first token until it is trained on. At most
+(max_staleness + version - step + 1) * batch_groups groups are outstanding (AReaL, arXiv 2505.24298). More groups would be
+too old before the trainer could take them. Existing groups are counted, because totals could be wrong after a restart.
 
-Pacing. That bounds how many there are, not which are taken: batches of whatever is finished first leave slow groups
-behind until they are too old, and what is learnt from leans to short rollouts. A group is due by the step `version when
-it was admitted + max_staleness`. A batch is given out only if all that it leaves behind can be taken in time,
-batch_groups in each later step; else it waits for those that are due earlier. So none is ever too old when it comes,
-however long it took. To wait for those alone that would be too old for the next batch is not enough: of 8 that are due
-by the same step, batches of 2 in which others overtook them leave 6 to be dropped.
+Pacing. Admission limits the number of groups, but not which groups are trained on. With batches of the first groups that
+finish, slow groups wait until they are too old, and the training data is biased to short rollouts. Therefore:
+
+- A group is due by the step `version at admission + max_staleness`.
+- A batch is released only if all remaining groups can still be taken in time, batch_groups in each later step.
+- Otherwise the batch waits for the groups that are due earlier.
+
+So no group is ever too old when it finishes, however long it takes. It is not enough to wait only for groups that would
+be too old for the next batch: if 8 groups are due by the same step and batches of 2 contain others that overtook them,
+6 of them are dropped.
 """
 
 import dataclasses
 from collections.abc import Iterable
 
 
-@dataclasses.dataclass(frozen=True)
-class Admitted:
-    """A group that is to be sampled.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupTicket:
+    """Identity of a group that is admitted for sampling.
 
     Attributes:
-      order: its place in line, from 0; a group for one that was dropped has that one's place.
-      group_id: unlike that of any other group of buffers with the same life.
-      task, number: whose attempts.
-      tries: groups in this place before it. With order, a seed that does not depend on what came when.
+      order: position in the order of admission, from 0. A group that replaces a dropped one has the same position.
+      group_id: unique id among all groups of buffers with the same run_id.
+      task, number: name of the task, and number of the task among those of its service.
+      tries: number of dropped groups with the same order. With order, it gives a seed that is independent of timing.
     """
 
     order: int
@@ -38,19 +42,20 @@ class Admitted:
     tries: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BufferConfig:
-    """Construction refuses values out of range (ValueError).
+    """Options of the group buffer. Raises ValueError for values out of range.
 
     Attributes:
-      group: attempts at a task number.
+      group: attempts at one task number.
       batch_groups: groups of a batch.
-      max_staleness: steps; 0: no group begins before the trainer has learnt from all before it, and the engines have
-        its weights. If those are pushed every K updates, at least K - 1: nothing would begin until the next push.
-      max_running: groups under way.
-      pacing: whether batches wait for slow groups; False: they are dropped once they are stale, as in GLM-5.
-      max_tries: groups at a task number that the environment may fail before it is given up.
-      durable: whether the journal outlives the machine's power too (`Journal`).
+      max_staleness: maximum staleness in steps. With 0 no group starts before the trainer has trained on all earlier
+        ones and the engines have its weights. If weights are pushed every K updates, it must be at least K - 1, since
+        otherwise no group could start until the next push.
+      max_running: maximum number of running groups.
+      pacing: whether batches wait for slow groups; False: groups that are too old are dropped, as in GLM-5.
+      max_tries: groups of a task number that the environment may fail before the number is given up.
+      durable: whether the journal survives a power failure too (`Journal`).
     """
 
     group: int = 8  # not disclosed
@@ -69,12 +74,19 @@ class BufferConfig:
             raise ValueError(f"max_staleness is {self.max_staleness}; 0 is the synchronous trainer")
 
 
-def room(config: BufferConfig, step: int, version: int, waiting: int, running: int) -> int:
-    """How many groups may begin. step: updates of the trainer; version: of the engines' weights; waiting: groups that
-    have come and are not yet trained on; running: that are under way."""
+def num_admissible(
+    config: BufferConfig, step: int, version: int, num_waiting: int, num_running: int
+) -> int:
+    """Returns how many groups may start.
+
+    - step: number of updates of the trainer.
+    - version: version of the engines' weights.
+    - num_waiting: groups that have finished and are not yet trained on.
+    - num_running: groups that are being sampled.
+    """
     batches = config.max_staleness + version - step + 1
-    left = batches * config.batch_groups - waiting - running
-    return max(0, min(left, config.max_running - running))
+    capacity = batches * config.batch_groups - num_waiting - num_running
+    return max(0, min(capacity, config.max_running - num_running))
 
 
 def must_wait(
@@ -84,15 +96,18 @@ def must_wait(
     rest: Iterable[tuple[int, int]],
     running: Iterable[tuple[int, int]],
 ) -> bool:
-    """Whether a batch must not be given out yet.
+    """Returns whether a batch must not be released yet.
 
-    Groups are pairs of the version with which they were admitted and their place in line; a batch is the first that
-    have come. last: of the batch; rest: have come, too, and are not in it; running: have not, of which those that are
-    too old for this batch already count no more.
+    Groups are pairs of the version at their admission and their order. A batch contains the smallest pairs of the
+    finished groups.
+
+    - last: last group of the batch.
+    - rest: finished groups that are not in the batch.
+    - running: groups that have not finished. Those that are already too old for this batch are ignored.
     """
-    running = [own for own in running if own[0] + config.max_staleness >= step]
-    # Without one before the last there is no better batch, whatever it leaves behind.
-    if not config.pacing or all(own > last for own in running):
+    running = [group for group in running if group[0] + config.max_staleness >= step]
+    # If no running group is due before the last one, no later batch would be better.
+    if not config.pacing or all(group > last for group in running):
         return False
-    left = sorted(version + config.max_staleness - step for version, _ in [*rest, *running])
-    return any(i >= steps * config.batch_groups for i, steps in enumerate(left))
+    slack_steps = sorted(version + config.max_staleness - step for version, _ in [*rest, *running])
+    return any(i >= steps * config.batch_groups for i, steps in enumerate(slack_steps))

@@ -1,35 +1,47 @@
-"""Which task services there are, how each is doing, and whose group is next. Time is handed in; nothing here waits or
-touches a socket (`orchestrator`)."""
+"""Registry of task services: which exist, whether they work, and which task's group is next.
 
+`TaskRegistry` does no I/O and never waits. The orchestrator passes the time, in seconds from any origin.
+"""
+
+import asyncio
 import collections
 import dataclasses
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from glm5_jax.rl.orchestrator.fair_share import (
     CLOSED,
-    Breaker,
-    BreakerConfig,
-    Shares,
-    SharesConfig,
+    CircuitBreaker,
+    CircuitBreakerConfig,
+    FairShare,
+    FairShareConfig,
     TokenBucket,
     check_weight,
 )
 from glm5_jax.rl.trajectory import Trajectory
 from glm5_jax.runtime.http_server import ApiError, check_url, truncate_text
-from glm5_jax.runtime.json_schema import object_schema, validate
+from glm5_jax.runtime.json_structs import (
+    Count,
+    Integer,
+    JsonStruct,
+    Number,
+    PositiveInteger,
+    decode,
+)
 
-MAX_ERROR = 1000  # characters of a service's error that are kept
-SCHEMA = 1  # of what a service and the hub say to each other
+MAX_ERROR_LENGTH = 1000  # characters of a stored error message
+SCHEMA = 2  # version of the protocol between task services and the orchestrator
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_OF_ALL = ("mean", "reward")  # names of numbers over all tasks, in reports
+_AGGREGATES = ("mean", "reward")  # names of metrics over all tasks, in reports
 
 
 def check_name(name: str) -> None:
-    """ValueError unless it can name a task: it is part of ids, of paths and of the names of numbers in reports."""
-    if name in _OF_ALL:
+    """Raises ValueError unless the name can be that of a task: it becomes part of ids, paths and metric names."""
+    if name in _AGGREGATES:
         raise ValueError(f"name is {name!r}, which stands for all tasks in reports; use another")
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -37,121 +49,138 @@ def check_name(name: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RegistryConfig:
-    """Construction refuses values out of range (ValueError).
+    """Options of the registry. Raises ValueError for values out of range.
 
     Attributes:
-      lost_after: seconds without a heartbeat.
-      recent: rollouts that means are of.
+      heartbeat_timeout_s: time without a heartbeat after which a service is lost, in seconds.
+      recent: number of rollouts in moving averages.
+      fair_share: see `FairShareConfig`.
+      breaker: circuit breaker of each service.
     """
 
-    lost_after: float = 15.0  # ours: five heartbeats of a `ServiceConfig`
+    heartbeat_timeout_s: float = 15.0  # ours: five heartbeats of a `ServiceConfig`
     recent: int = 256
-    shares: SharesConfig = SharesConfig()
-    breaker: BreakerConfig = BreakerConfig()
+    fair_share: FairShareConfig = FairShareConfig()
+    breaker: CircuitBreakerConfig = CircuitBreakerConfig()
 
     def __post_init__(self):
-        for name in ("lost_after", "recent"):
+        for name in ("heartbeat_timeout_s", "recent"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """What a service says of itself; `service.ServiceConfig` describes it.
+class ServiceSpec(JsonStruct, kw_only=True, frozen=True):
+    """Description that a service sends when it registers.
 
     Attributes:
-      instance: of the process that it is.
-      token: key that it requires of the hub; None: none.
+      schema: version of the protocol, `SCHEMA`.
+      name, url, weight, max_inflight, rollout_timeout_s, rate: see `task_service.ServiceConfig`.
+      size, held_out: number of training tasks and of held-out tasks.
+      instance: random id of the service's process.
+      token: key that the service requires of the orchestrator; None: no key.
     """
 
+    schema: Integer
     name: str
     url: str
-    weight: float
-    size: int
-    held_out: int
-    max_inflight: int
-    seconds: float
-    rate: float | None = None
-    instance: str = ""
-    token: str | None = dataclasses.field(default=None, repr=False)
+    weight: Number
+    size: PositiveInteger
+    held_out: Count
+    max_inflight: Integer
+    rollout_timeout_s: Number
+    rate: Number | None = None
+    instance: Annotated[str, Meta(max_length=200)] = ""
+    token: Annotated[str, Meta(max_length=200, pattern=r"^[!-~]+\Z")] | None = None
+
+    def __repr__(self) -> str:
+        """Returns a text without the token, for logs."""
+        return f"ServiceSpec(name={self.name!r}, url={self.url!r})"
 
 
-class Service:
-    """A service and how it is doing.
+class RegisteredService:
+    """State of a task service.
 
     Attributes:
-      beat: when it was last heard of. lost: for longer than is allowed. leaving: it takes nothing more.
-      in_flight: rollouts, those evaluated included; wanted: that are to be evaluated, before others; groups: that are on
-        their way.
-      calls: what is asked of it now, each cancelled when it is lost.
+      spec: description that the service sent last.
+      bucket, breaker: rate limiter and circuit breaker of the service.
+      last_heartbeat: time of the last heartbeat.
+      is_lost: whether heartbeats have stopped for longer than the timeout.
+      is_leaving: whether the service takes no more groups, because it shuts down.
+      in_flight: running rollouts, evaluations included.
+      num_evaluations: evaluations that wait for a place; they go before groups.
+      groups: running groups.
+      calls: running requests to the service; they are cancelled when the service is lost.
+      counts: counts by the names in `COUNTS`.
+      error: last error; "" if there was none.
     """
 
-    def __init__(self, spec: Spec, config: RegistryConfig, now: float):
-        self.breaker = Breaker(config.breaker)
-        self.lost = self.leaving = False
-        self.in_flight = self.wanted = self.groups = 0
-        self.calls: set[Any] = set()
-        self.counts = collections.Counter()
+    def __init__(self, spec: ServiceSpec, config: RegistryConfig, now: float):
+        self.breaker = CircuitBreaker(config.breaker)
+        self.is_lost = self.is_leaving = False
+        self.in_flight = self.num_evaluations = self.groups = 0
+        self.calls: set[asyncio.Task] = set()
+        self.counts: collections.Counter[str] = collections.Counter()
         self.error = ""
+        # Rewards and durations of the last rollouts.
         self._recent: collections.deque[tuple[float, float]] = collections.deque(
             maxlen=config.recent
         )
-        self.set(spec, now)
+        self.update(spec, now)
 
-    def set(self, spec: Spec, now: float) -> None:
-        """What it says of itself, now."""
-        self.spec, self.beat = spec, now
+    def update(self, spec: ServiceSpec, now: float) -> None:
+        """Replaces the description by the one that the service has just sent."""
+        self.spec, self.last_heartbeat = spec, now
         self.bucket = TokenBucket(spec.rate)
 
-    def hindrance(self, group: int, now: float) -> str:
-        """Why it can take no group of so many rollouts; "" if it can."""
-        if self.lost or self.leaving or self.breaker.wait(now):
+    def blocked_reason(self, group: int, now: float) -> str:
+        """Returns why the service can take no group of `group` rollouts; "" if it can."""
+        if self.is_lost or self.is_leaving or self.breaker.wait(now):
             return self.state
-        if self.in_flight + self.wanted + group > self.spec.max_inflight:
+        if self.in_flight + self.num_evaluations + group > self.spec.max_inflight:
             return "full"
         return "rate" if self.bucket.wait(now) else ""
 
     @property
     def state(self) -> str:
-        """What is wrong with it; "" if nothing is."""
-        if self.lost:
+        """Returns the name of what is wrong: "lost", "leaving" or a state of the breaker; "" if nothing is."""
+        if self.is_lost:
             return "lost"
-        if self.leaving:
+        if self.is_leaving:
             return "leaving"
         return "" if self.breaker.state == CLOSED else self.breaker.state
 
-    def tried(self, error: str, now: float) -> None:
-        """A rollout has come, or failed for this reason."""
+    def record_try(self, error: str, now: float) -> None:
+        """Records the end of one attempt at a rollout. error: "" after a success."""
         if error:
-            self.error = truncate_text(error, MAX_ERROR)
+            self.error = truncate_text(error, MAX_ERROR_LENGTH)
             self.counts["failures"] += 1
-            self.breaker.failed(now, self.in_flight)
+            self.breaker.record_failure(now, self.in_flight)
         else:
-            self.breaker.succeeded()
+            self.breaker.record_success()
 
-    def broken(self, error: str, now: float) -> None:
-        """Records that a whole group of it could not be kept, after which it gets no other for a while."""
-        self.error = truncate_text(error, MAX_ERROR)
+    def trip_breaker(self, error: str, now: float) -> None:
+        """Records that a full group could not be stored, and opens the breaker."""
+        self.error = truncate_text(error, MAX_ERROR_LENGTH)
         self.counts["failures"] += 1
         self.breaker.trip(now)
 
-    def ended(self, trajectory: Trajectory) -> None:
-        """What became of a rollout, after all tries."""
+    def record_rollout(self, trajectory: Trajectory) -> None:
+        """Records the end of a rollout after all its attempts."""
         self.counts["rollouts"] += 1
-        if trajectory.failed:
+        if trajectory.has_failed or trajectory.reward.value is None:
             self.counts["failed"] += 1
         else:
-            self._recent.append((trajectory.reward.value, trajectory.seconds))
+            self._recent.append((trajectory.reward.value, trajectory.duration_s))
 
-    def told(self, group: int, now: float) -> dict[str, Any]:
-        """For people and reports."""
+    def status(self, group: int, now: float) -> dict[str, Any]:
+        """Returns the state of the service as JSON, for people and reports. group: rollouts of a group."""
         rewards = [reward for reward, _ in self._recent]
-        seconds = [taken for _, taken in self._recent]
+        durations = [duration_s for _, duration_s in self._recent]
         spec = self.spec
         return {
-            "state": self.state or self.hindrance(group, now) or "ok",
+            "state": self.state or self.blocked_reason(group, now) or "ok",
             "url": spec.url,
             "weight": spec.weight,
             "rate": spec.rate,
@@ -161,167 +190,191 @@ class Service:
             "max_inflight": spec.max_inflight,
             "groups": self.groups,
             "reward": sum(rewards) / len(rewards) if rewards else None,
-            "seconds": sum(seconds) / len(seconds) if seconds else None,
-            "heartbeat": now - self.beat,
+            "mean_duration_s": sum(durations) / len(durations) if durations else None,
+            "heartbeat_age_s": now - self.last_heartbeat,
             "breaker": self.breaker.state,
             "error": self.error,
             **{name: self.counts[name] for name in COUNTS},
         }
 
 
-# Of a service: rollouts that ended, of which some failed after all tries; failures, of single tries; groups.
+# Counts of a service: rollouts that ended, those that failed in all attempts, failed attempts, groups by result.
 COUNTS = ("rollouts", "failed", "failures", "accepted_groups", "dropped_groups", "cancelled_groups")
 
 
-class Registry:
-    """All services, by name. group: rollouts of one."""
+class TaskRegistry:
+    """All task services by name, and the queue of their tasks.
+
+    group: rollouts of a group.
+
+    Attributes:
+      services: services by name.
+      num_drawn: number of task numbers drawn so far, by task. It includes tasks whose service is not registered.
+    """
 
     def __init__(self, group: int, config: RegistryConfig = RegistryConfig()):
         self._group, self._config = group, config
-        self._shares = Shares(config.shares)
-        self.services: dict[str, Service] = {}
-        # Of all tasks, also those whose service is not there: numbers so far, and those to be admitted again.
-        self.drawn: dict[str, int] = {}
-        self._again: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
+        self._fair_share = FairShare(config.fair_share)
+        self.services: dict[str, RegisteredService] = {}
+        self.num_drawn: dict[str, int] = {}
+        self._to_resample: dict[str, collections.deque[int]] = collections.defaultdict(
+            collections.deque
+        )
 
-    def register(self, said: Mapping[str, Any], now: float) -> tuple[Service, bool]:
-        """The service that says this of itself, and whether it is another process than before, whose rollouts are lost.
-        ApiError."""
-        spec = self._spec(said)
-        own = self.services.get(spec.name)
-        if own is None:
-            own = self.services[spec.name] = Service(spec, self._config, now)
-            self._shares.set(spec.name, spec.weight)
-            return own, False
-        if own.spec.url.rstrip("/") != spec.url.rstrip("/") and not own.lost:
+    def register(self, body: Mapping[str, Any], now: float) -> tuple[RegisteredService, bool]:
+        """Registers or refreshes a task service.
+
+        Returns the service, and whether its process has changed, so that its rollouts are lost. Raises ApiError for an
+        invalid body, and if another service has the same name.
+        """
+        spec = self._parse_spec(body)
+        service = self.services.get(spec.name)
+        if service is None:
+            service = self.services[spec.name] = RegisteredService(spec, self._config, now)
+            self._fair_share.set(spec.name, spec.weight)
+            return service, False
+        if service.spec.url.rstrip("/") != spec.url.rstrip("/") and not service.is_lost:
             raise ApiError(
-                f"the task {spec.name!r} is already served at {own.spec.url}, and {spec.url} cannot be it too; give this "
-                "service another name, or end the other",
+                f"the task {spec.name!r} is already served at {service.spec.url}, and {spec.url} cannot serve it too; "
+                "give this service another name, or end the other",
                 409,
                 "registered",
                 "url",
             )
-        other = own.spec.instance != spec.instance
-        own.set(spec, now)
-        own.lost = own.leaving = False
-        if other:
-            own.breaker = Breaker(self._config.breaker)
-        self._shares.set(spec.name, spec.weight)
-        return own, other
+        is_new_process = service.spec.instance != spec.instance
+        service.update(spec, now)
+        service.is_lost = service.is_leaving = False
+        if is_new_process:
+            service.breaker = CircuitBreaker(self._config.breaker)
+        self._fair_share.set(spec.name, spec.weight)
+        return service, is_new_process
 
-    def heartbeat(self, name: str, instance: str, now: float) -> Service:
-        """A service is there. ApiError of 404 if it has to register (again)."""
-        own = self.services.get(name)
-        if own is None or own.lost or own.spec.instance != instance:
+    def heartbeat(self, name: str, instance: str, now: float) -> RegisteredService:
+        """Records a heartbeat of a service. Raises ApiError (404) if the service must register first."""
+        service = self.services.get(name)
+        if service is None or service.is_lost or service.spec.instance != instance:
             raise ApiError(
                 f"no service {name!r} of this instance is registered; register it",
                 404,
                 param="name",
             )
-        own.beat = now
-        return own
+        service.last_heartbeat = now
+        return service
 
-    def leave(self, name: str) -> Service:
-        """A service takes nothing more; it is forgotten once its rollouts have ended. ApiError of 404."""
-        own = self.services.get(name)
-        if own is None:
-            there = ", ".join(sorted(self.services)) or "none"
-            raise ApiError(f"no service {name!r} is registered; there are {there}", 404)
-        own.leaving = True
-        return own
+    def leave(self, name: str) -> RegisteredService:
+        """Stops new groups for a service, which is removed when its rollouts have ended. Raises ApiError (404)."""
+        service = self.services.get(name)
+        if service is None:
+            names = ", ".join(sorted(self.services)) or "none"
+            raise ApiError(f"no service {name!r} is registered; there are {names}", 404)
+        service.is_leaving = True
+        return service
 
-    def expire(self, now: float) -> list[Service]:
-        """Those that are lost from now on; who has left, and has no rollout, is forgotten."""
-        gone = [
+    def expire(self, now: float) -> list[RegisteredService]:
+        """Removes services that left and have no rollouts, and returns the services that are lost from now on."""
+        for name in [
             name
-            for name, own in self.services.items()
-            if own.leaving and not (own.groups or own.in_flight)
-        ]
-        for name in gone:
+            for name, service in self.services.items()
+            if service.is_leaving and not (service.groups or service.in_flight)
+        ]:
             del self.services[name]
-            self._shares.remove(name)
-        found = []
-        for own in self.services.values():
-            if not own.lost and now - own.beat > self._config.lost_after:
-                own.lost = True
-                own.error = f"no heartbeat for {now - own.beat:.1f} s"
-                found.append(own)
-        return found
+            self._fair_share.remove(name)
+        lost = []
+        for service in self.services.values():
+            age_s = now - service.last_heartbeat
+            if not service.is_lost and age_s > self._config.heartbeat_timeout_s:
+                service.is_lost = True
+                service.error = f"no heartbeat for {age_s:.1f} s"
+                lost.append(service)
+        return lost
 
-    def ready(self, now: float) -> list[str]:
-        """Who can take a group."""
-        return [name for name, own in self.services.items() if not own.hindrance(self._group, now)]
-
-    def next(self, accepted: Mapping[str, int], ready: Collection[str]) -> tuple[Service, int]:
-        """Whose group is next of those that are ready, and the number of its task; `begun` says that it begins."""
-        name = self._shares.next(accepted, ready)
-        own = self.services[name]
-        if self._again[name]:
-            return own, self._again[name].popleft()
-        number = self.drawn.get(name, 0)
-        self.drawn[name] = number + 1
-        return own, number
-
-    def repeat(self, task: str, number: int) -> None:
-        """A number is to be admitted again, before new ones."""
-        self._again[task].append(number)
-        self.drawn[task] = max(self.drawn.get(task, 0), number + 1)
-
-    def begun(self, own: Service, now: float) -> None:
-        """A group of it is on its way."""
-        own.groups += 1
-        own.in_flight += self._group
-        own.bucket.take(now)
-        own.breaker.begun(now)
-        self._shares.begun(own.spec.name, self._group)
-
-    def ended(self, own: Service, accepted: bool | None) -> None:
-        """A group of it has come, and was accepted or dropped; None: it was cancelled."""
-        own.groups -= 1
-        kind = {True: "accepted", False: "dropped", None: "cancelled"}[accepted]
-        own.counts[f"{kind}_groups"] += 1
-        self._shares.ended(own.spec.name, self._group, accepted)
-
-    def hindered(self) -> list[str]:
-        """What is wrong with whom, in words."""
+    def ready_tasks(self, now: float) -> list[str]:
+        """Returns the names of the services that can take a group."""
         return [
-            f"the service of {name} is {own.state.replace('_', ' ')}: {own.error}"
-            for name, own in self.services.items()
-            if own.state and not own.leaving
+            name
+            for name, service in self.services.items()
+            if not service.blocked_reason(self._group, now)
         ]
 
-    def told(self, accepted: Mapping[str, int], now: float) -> dict[str, dict[str, Any]]:
-        """All of them, for people and reports."""
-        shares = self._shares.told(accepted)
+    def next_group(
+        self, accepted: Mapping[str, int], ready: Collection[str]
+    ) -> tuple[RegisteredService, int]:
+        """Returns the service of the next group, one of the ready ones, and the number of its task.
+
+        The caller reports the start with `start_group`. Raises ValueError if no ready service is registered.
+        """
+        name = self._fair_share.next_task(accepted, ready)
+        if name is None:
+            raise ValueError(
+                f"none of the services {sorted(ready)} is registered; pass ready_tasks()"
+            )
+        service = self.services[name]
+        if self._to_resample[name]:
+            return service, self._to_resample[name].popleft()
+        number = self.num_drawn.get(name, 0)
+        self.num_drawn[name] = number + 1
+        return service, number
+
+    def resample(self, task: str, number: int) -> None:
+        """Queues a task number that must be sampled again, before new ones."""
+        self._to_resample[task].append(number)
+        self.num_drawn[task] = max(self.num_drawn.get(task, 0), number + 1)
+
+    def start_group(self, service: RegisteredService, now: float) -> None:
+        """Records the start of a group at a service."""
+        service.groups += 1
+        service.in_flight += self._group
+        service.bucket.take(now)
+        service.breaker.start_trial(now)
+        self._fair_share.start(service.spec.name, self._group)
+
+    def finish_group(self, service: RegisteredService, is_accepted: bool | None) -> None:
+        """Records the end of a group at a service. is_accepted: False if it was dropped; None if it was cancelled."""
+        service.groups -= 1
+        result = {True: "accepted", False: "dropped", None: "cancelled"}[is_accepted]
+        service.counts[f"{result}_groups"] += 1
+        self._fair_share.finish(service.spec.name, self._group, is_accepted)
+
+    def blockers(self) -> list[str]:
+        """Returns one line per task service that cannot take work. Services that leave are not among them."""
+        return [
+            f"the service of {name} is {service.state.replace('_', ' ')}: {service.error}"
+            for name, service in self.services.items()
+            if service.state and not service.is_leaving
+        ]
+
+    def status(self, accepted: Mapping[str, int], now: float) -> dict[str, dict[str, Any]]:
+        """Returns the state of all services as JSON, for people and reports. accepted: trajectories by task."""
+        shares = self._fair_share.status(accepted)
         return {
             name: {
-                **own.told(self._group, now),
+                **service.status(self._group, now),
                 **shares[name],
                 "accepted": accepted.get(name, 0),
-                "drawn": self.drawn.get(name, 0),
-                "again": len(self._again[name]),
+                "num_drawn": self.num_drawn.get(name, 0),
+                "to_resample": len(self._to_resample[name]),
             }
-            for name, own in self.services.items()
+            for name, service in self.services.items()
         }
 
-    def _spec(self, said: Mapping[str, Any]) -> Spec:
-        said = dict(validate(said, _SPEC))
-        schema = said.pop("schema")
-        if schema != SCHEMA:
+    def _parse_spec(self, body: Mapping[str, Any]) -> ServiceSpec:
+        """Returns the description in a request. Raises ApiError if a value is invalid."""
+        spec = decode(body, ServiceSpec)
+        if spec.schema != SCHEMA:
             raise ApiError(
-                f"schema is {schema} and this hub speaks {SCHEMA}; use a service and a hub of one release",
+                f"schema is {spec.schema} and this orchestrator speaks {SCHEMA}; use a service and an orchestrator of one "
+                "release",
                 param="schema",
             )
-        spec = Spec(**said)
         try:
             check_name(spec.name)
             check_url("url", spec.url)
         except ValueError as error:
             raise ApiError(str(error), param=str(error).split()[0]) from None
-        for name in ("weight", "rate", "seconds"):
+        for name in ("weight", "rate", "rollout_timeout_s"):
             value = getattr(spec, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ApiError(f"{name} is {value}; it must be positive and finite", param=name)
+                raise ApiError(f"{name} is {value:g}; it must be positive and finite", param=name)
         try:
             check_weight(spec.weight)
         except ValueError as error:
@@ -332,20 +385,3 @@ class Registry:
                 param="max_inflight",
             )
         return spec
-
-
-_TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
-_SPEC = object_schema(
-    ("schema", "name", "url", "weight", "size", "held_out", "max_inflight", "seconds"),
-    schema={},
-    name=_TEXT,
-    url=_TEXT,
-    weight=_NUMBER,
-    size={"type": "integer", "minimum": 1},
-    held_out={"type": "integer", "minimum": 0},
-    max_inflight={"type": "integer"},
-    rate=_NUMBER,
-    seconds=_NUMBER,
-    instance=_TEXT | {"maxLength": 200},
-    token=_TEXT | {"maxLength": 200, "pattern": "^[!-~]+$"},
-)

@@ -1,1 +1,1 @@
-"""Samples rollouts: sessions of chats, their gateway, and groups in this process."""
+"""Samples rollouts: sessions of chats, the gateway of agents, and groups of attempts in this process."""

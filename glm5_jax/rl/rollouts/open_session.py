@@ -1,62 +1,72 @@
-"""A session of the gateway that has begun and not ended, with the requests that are being answered in it."""
+"""Open session of the gateway, with the requests that engines are answering for it."""
 
 import asyncio
 import functools
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from glm5_jax.rl.rollouts.sessions import Plan, Session
+from glm5_jax.rl.rollouts.sessions import Session, TurnPlan
 from glm5_jax.runtime.http_server import ApiError
 
 _T = TypeVar("_T")
 
 
 class OpenSession:
-    """A session that is open, and what is asked of it."""
+    """Session that has not ended, and its running requests.
+
+    Attributes:
+      session: turns of the session.
+      is_ended: whether the session was ended while requests were running.
+      cached_tokens, prompt_tokens: prompt tokens so far that engines read from a cache, and all prompt tokens.
+      pending_plans: plans of the requests that are running.
+      lock: held while the session changes, or while a plan reads it in another thread.
+    """
 
     def __init__(self, session: Session):
-        self.session, self.ended = session, False
-        self.cached = self.read = 0  # tokens of prompts
-        self.asked: list[Plan] = []  # that are being answered
-        self.changing = asyncio.Lock()  # of the session, which a plan reads in another thread
-        self._calls: set[asyncio.Task] = set()  # of engines
+        self.session, self.is_ended = session, False
+        self.cached_tokens = self.prompt_tokens = 0
+        self.pending_plans: list[TurnPlan] = []
+        self.lock = asyncio.Lock()
+        self._calls: set[asyncio.Task] = set()  # running requests to engines
 
-    async def plan(self, messages: Sequence[Mapping], tools, thinking: bool) -> Plan:
-        """Returns what to read for a request, which is in `asked` from then on. Raises SessionError.
+    async def plan(
+        self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None, thinking: bool
+    ) -> TurnPlan:
+        """Returns the prompt of a request, and adds it to `pending_plans`. Raises SessionError.
 
-        Long messages take long to encode: not while other sessions wait.
+        It runs in another thread, because encoding long messages takes long and other sessions must not wait.
         """
-        async with self.changing:
-            make = functools.partial(
+        async with self.lock:
+            make_plan = functools.partial(
                 self.session.plan,
                 messages,
                 tools,
                 enable_thinking=thinking,
-                asked=tuple(self.asked),
+                pending=tuple(self.pending_plans),
             )
-            plan = await asyncio.get_running_loop().run_in_executor(None, make)
-            self.asked.append(plan)
+            plan = await asyncio.get_running_loop().run_in_executor(None, make_plan)
+            self.pending_plans.append(plan)
         return plan
 
     def end(self) -> None:
-        """No engine goes on with what nobody will read."""
-        self.ended = True
+        """Ends the session, and cancels its requests to engines."""
+        self.is_ended = True
         for call in self._calls:
             call.cancel()
 
-    async def until_ended(self, name: str, call: Coroutine[Any, Any, _T]) -> _T:
-        """Returns what a call of an engine gives. Raises ApiError if the session ends before."""
+    async def call_engine(self, name: str, call: Coroutine[Any, Any, _T]) -> _T:
+        """Returns the result of a request to an engine. Raises ApiError if the session ends before."""
         task = asyncio.create_task(call)
         self._calls.add(task)
         try:
             return await task
         except asyncio.CancelledError:
-            self.check(name)
+            self.check_open(name)
             raise
         finally:
             self._calls.discard(task)
 
-    def check(self, name: str) -> None:
-        """ApiError if it was ended while it was asked."""
-        if self.ended:
+    def check_open(self, name: str) -> None:
+        """Raises ApiError if the session was ended while a request was running. name: id of the session."""
+        if self.is_ended:
             raise ApiError(f"the session {name!r} was ended meanwhile", 404)

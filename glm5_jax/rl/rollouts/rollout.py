@@ -1,14 +1,14 @@
-"""Groups of attempts at tasks: what the engine samples, token by token as it was sampled.
+"""Rollouts in this process: samples groups of attempts at tasks from an engine, and keeps the sampled tokens.
 
-Attempts go in turns. All that are under way are answered together, then the tools that they called, then the
-next turn; nothing depends on how long anything takes, so the same seed samples the same. Of what comes between
-two replies only the new messages are encoded: nothing that was sampled is ever encoded again.
+Attempts advance in lockstep: the engine replies to all running ones, then the tools answer all calls, then the next turn
+begins. The result does not depend on timing, so that the same seed samples the same. Between two replies only the new
+messages are encoded; sampled text is never encoded again.
 """
 
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,7 +16,13 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import LENGTH, STOP, Completion
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.rl.rollouts.sessions import Plan, Session, SessionConfig, SessionError, seed_of
+from glm5_jax.rl.rollouts.sessions import (
+    Session,
+    SessionConfig,
+    SessionError,
+    TurnPlan,
+    derive_seed,
+)
 from glm5_jax.rl.trajectory import Group
 from glm5_jax.rl.types import Attempt, Message, Task
 from glm5_jax.runtime.coroutines import run_sync
@@ -25,27 +31,30 @@ from glm5_jax.text.tool_calls import ToolCall, parse_reply
 
 
 class ToolError(Exception):
-    """A tool could not answer, for no fault of the call: the attempt is not judged."""
+    """Raised if a tool cannot answer a valid call. The attempt then gets no reward."""
 
 
 class Tools(Protocol):
-    """Answers calls of the tools that a task offers. What is wrong with a call is part of the answer; ToolError for
-    what is the environment's fault."""
+    """Answers calls of a task's tools.
+
+    The answer says what is wrong with an invalid call. Raises ToolError for a failure of the environment.
+    """
 
     async def __call__(self, task: Task, call: ToolCall) -> str: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How tasks are attempted. Construction refuses values out of range (ValueError).
+    """Options of rollouts. Raises ValueError for values out of range.
 
     Attributes:
-      prompts: tasks of a step; group: attempts at each.
-      max_tokens: of a reply, reasoning included.
-      max_turns: replies of an attempt; between two of them its tools answer.
-      thinking: whether replies begin with reasoning, where a task does not say.
-      variant: the chat layout.
-      tool_seconds: that a tool may take.
+      prompts: tasks of a step.
+      group: attempts at each task.
+      max_tokens: maximum length of a reply with its reasoning, in tokens.
+      max_turns: maximum number of replies of an attempt; tools answer between two of them.
+      thinking: whether replies begin with reasoning, if the task does not say.
+      variant: chat layout.
+      tool_timeout_s: time limit of a tool call, in seconds.
     """
 
     prompts: int = 32  # GLM-5 3.2
@@ -54,17 +63,20 @@ class RolloutConfig:
     max_turns: int = 16  # not disclosed
     thinking: bool = True
     variant: str = "glm5"
-    tool_seconds: float = 60.0
+    tool_timeout_s: float = 60.0
 
     def __post_init__(self):
-        for name in ("prompts", "group", "max_tokens", "max_turns", "tool_seconds"):
+        for name in ("prompts", "group", "max_tokens", "max_turns", "tool_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
 class Rollouts:
-    """Attempts by an engine in this process. temperature: of the samples; top_p is 1, so that log-probs are those of
-    what is sampled from."""
+    """Sampler of rollouts from an engine in this process.
+
+    - temperature: temperature of the samples. top_p is 1, so that log-probs are those of the sampling distribution.
+    - tools: answers tool calls; None: no task may have tools.
+    """
 
     def __init__(
         self,
@@ -86,85 +98,107 @@ class Rollouts:
         group: int | None = None,
         name: str = "",
     ) -> list[Group]:
-        """The attempts at each task, as many as group (default: the config's), drawn by seed. first: how many tasks came
-        before these, which draw otherwise; name: what the ids of groups begin with."""
+        """Samples a group of attempts at each task.
+
+        - first: number of tasks before these; the index of a task is part of its seed.
+        - group: attempts at each task; None: that of the config.
+        - name: prefix of the group ids.
+        """
         size = group or self._config.group
-        under_way, courses = [], []
+        running: list[_Episode] = []
+        groups: list[list[_Episode]] = []
         for i, task in enumerate(tasks):
-            own = [
-                _Course(task, seed_of(seed, first + i, 0, j), self._config, self._tokenizer)
+            episodes = [
+                _Episode(task, derive_seed(seed, first + i, 0, j), self._config, self._tokenizer)
                 for j in range(size)
             ]
-            # All attempts begin alike.
-            plan = own[0].planned()
-            for course in own:
-                course.plan = plan
-            courses.append(own)
-            under_way += own
+            # All attempts at a task have the same first prompt.
+            plan = episodes[0].make_plan()
+            for episode in episodes:
+                episode.plan = plan
+            groups.append(episodes)
+            running += episodes
         for turn in range(self._config.max_turns):
-            if not under_way:
+            if not running:
                 break
-            self._reply(under_way)
-            run_sync(self._use_tools(under_way, last=turn == self._config.max_turns - 1))
-            under_way = [course for course in under_way if course.finish_reason is None]
+            self._reply(running)
+            run_sync(self._use_tools(running, is_last=turn == self._config.max_turns - 1))
+            running = [episode for episode in running if episode.finish_reason is None]
         return [
             Group(
-                task,
-                [course.attempt() for course in own],
-                [course.record(f"{name}{i}", f"{name}{i}-{j}") for j, course in enumerate(own)],
+                task=task,
+                attempts=[episode.attempt() for episode in episodes],
+                records=[
+                    episode.record(f"{name}{i}", f"{name}{i}-{j}")
+                    for j, episode in enumerate(episodes)
+                ],
             )
-            for i, (task, own) in enumerate(zip(tasks, courses))
+            for i, (task, episodes) in enumerate(zip(tasks, groups))
         ]
 
-    def _reply(self, under_way: list["_Course"]) -> None:
-        prompts, samplings, asked = [], [], []
-        for course in under_way:
-            room = self._engine.max_length - len(course.plan.ids)
+    def _reply(self, running: Sequence["_Episode"]) -> None:
+        """Samples the next reply of all episodes; those without room for one are truncated."""
+        prompts, samplings, episodes = [], [], []
+        for episode in running:
+            room = self._engine.max_length - len(episode.plan.ids)
             if room < 1:
-                course.cut_off()
+                episode.truncate()
                 continue
-            most = min(room, self._config.max_tokens)
             samplings.append(
-                Sampling(max_tokens=most, temperature=self._temperature, seed=course.seed())
+                Sampling(
+                    max_tokens=min(room, self._config.max_tokens),
+                    temperature=self._temperature,
+                    seed=episode.reply_seed(),
+                )
             )
-            prompts.append(course.plan.ids)
-            asked.append(course)
-        for course, reply in zip(asked, self._engine.generate(prompts, samplings)):
-            course.take(reply)
+            prompts.append(episode.plan.ids)
+            episodes.append(episode)
+        for episode, completion in zip(episodes, self._engine.generate(prompts, samplings)):
+            episode.add_reply(completion)
 
-    async def _use_tools(self, courses: list["_Course"], last: bool) -> None:
-        """Answers the calls of all that made some; those without a turn to go on are cut off."""
-        calling = [course for course in courses if course.finish_reason is None]
-        if last:
-            for course in calling:
-                course.cut_off()
+    async def _use_tools(self, episodes: Sequence["_Episode"], is_last: bool) -> None:
+        """Answers the calls of all episodes. is_last: whether no turn is left, so that they are truncated instead."""
+        calling = [episode for episode in episodes if episode.finish_reason is None]
+        if is_last:
+            for episode in calling:
+                episode.truncate()
             return
-        answers = await asyncio.gather(
-            *(self._answer(course.task, call) for course in calling for call in course.calls),
+        results = await asyncio.gather(
+            *(self._answer(episode.task, call) for episode in calling for call in episode.calls),
             return_exceptions=True,
         )
-        answers = iter(answers)
-        for course in calling:
-            own = [next(answers) for _ in course.calls]
-            failed = [answer for answer in own if isinstance(answer, BaseException)]
-            if failed:
-                course.fail(failed[0])
+        remaining = iter(results)
+        for episode in calling:
+            answers: list[str] = []
+            error: BaseException | None = None
+            for result in [next(remaining) for _ in episode.calls]:
+                if isinstance(result, BaseException):
+                    error = error or result
+                else:
+                    answers.append(result)
+            if error is not None:
+                episode.fail(error)
             else:
-                course.go_on(own, self._engine.max_length)
+                episode.continue_turn(answers, self._engine.max_length)
 
     async def _answer(self, task: Task, call: ToolCall) -> str:
-        async with asyncio.timeout(self._config.tool_seconds):
+        if self._tools is None:
+            raise ToolError(f"task {task.id!r} calls {call.name}, and there are no tools")
+        async with asyncio.timeout(self._config.tool_timeout_s):
             return await self._tools(task, call)
 
 
 def check_task(
     task: Task, tokenizer: Tokenizer, config: RolloutConfig, max_length: int, tools: Tools | None
 ) -> None:
-    """ValueError if a task cannot be attempted: tools without anybody who answers, a prompt without room."""
+    """Raises ValueError if a task cannot be attempted: it needs missing tools, or its prompt leaves no room.
+
+    max_length: maximum length of a prompt with its reply, in tokens.
+    """
     if task.tools and tools is None:
         raise ValueError(f"task {task.id!r} offers tools, and nobody answers them")
     try:
-        count = len(_Course(task, 0, config, tokenizer).planned().ids)
+        count = len(_Episode(task, 0, config, tokenizer).make_plan().ids)
     except SessionError as error:
         raise ValueError(f"task {task.id!r}: {error}") from None
     if count >= max_length:
@@ -174,84 +208,123 @@ def check_task(
         )
 
 
-class _Course:
-    """An attempt under way. plan: what is read for the next reply; finish_reason: None while calls are to be answered or
-    a reply is to come."""
+class _Episode:
+    """Attempt at a task while it runs.
 
-    plan: Plan
+    Attributes:
+      task: task of the attempt.
+      plan: prompt of the next reply.
+      messages: messages after those of the task.
+      calls: tool calls of the last reply that are not answered yet.
+      finish_reason: "stop", "length" or "failed"; None: the attempt continues.
+      error: why it failed, or by which mistake of the policy it ended; "" if neither.
+    """
+
+    plan: TurnPlan
 
     def __init__(self, task: Task, seed: int, config: RolloutConfig, tokenizer: Tokenizer):
         self.task, self._tokenizer = task, tokenizer
-        self._thinks = config.thinking if task.thinking is None else task.thinking
-        own = SessionConfig(config.variant, config.max_turns)
-        self._session = Session(tokenizer, own, seed)
+        self._thinking = config.thinking if task.thinking is None else task.thinking
+        session_config = SessionConfig(variant=config.variant, max_turns=config.max_turns)
+        self._session = Session(tokenizer, session_config, seed)
         self.messages: list[Message] = []
         self.calls: tuple[ToolCall, ...] = ()
         self.finish_reason: str | None = None
         self.error = ""
 
-    def planned(self) -> Plan:
-        """What is read for a reply to all messages."""
-        said = [*self.task.messages, *self.messages]
-        return self._session.plan(said, self.task.tools, enable_thinking=self._thinks)
+    def make_plan(self) -> TurnPlan:
+        """Returns the prompt of a reply to all messages."""
+        messages = [*self.task.messages, *self.messages]
+        return self._session.plan(messages, self.task.tools, enable_thinking=self._thinking)
 
-    def seed(self) -> int:
-        """Of the next reply."""
-        return self._session.seed_of(self.plan)
+    def reply_seed(self) -> int:
+        """Returns the seed of the next reply."""
+        return self._session.reply_seed(self.plan)
 
-    def take(self, reply: Completion) -> None:
-        """A reply: the end, or calls."""
-        if reply.finish_reason not in (STOP, LENGTH):
-            self.fail(RuntimeError(f"the reply was {reply.finish_reason}"))
+    def add_reply(self, completion: Completion) -> None:
+        """Adds a reply, which ends the attempt or calls tools."""
+        if completion.finish_reason not in (STOP, LENGTH):
+            self.fail(RuntimeError(f"the reply was {completion.finish_reason}"))
             return
-        found = parse_reply(
-            reply.ids,
+        reply = parse_reply(
+            completion.ids,
             self.task.tools,
             tokenizer=self._tokenizer,
-            thinking=self._thinks,
+            thinking=self._thinking,
         )
-        sampled = reply.ids, reply.logprobs, reply.versions
-        more = reply.finish_reason, found.message
-        self._session.add(self._session.answer(self.plan, *sampled, *more))
-        self.messages.append(found.message)
-        self.calls = found.tool_calls
-        if reply.finish_reason == LENGTH:
-            self.cut_off()
-        elif found.problem:
-            # As GLM-4.5 has it: a call that cannot be parsed ends the attempt.
-            self.finish_reason, self.error = "stop", found.problem
+        turn = self._session.make_turn(
+            self.plan,
+            completion.ids,
+            completion.logprobs,
+            completion.versions,
+            completion.finish_reason,
+            reply.message,
+        )
+        self._session.add(turn)
+        self.messages.append(reply.message)
+        self.calls = tuple(reply.tool_calls)
+        if completion.finish_reason == LENGTH:
+            self.truncate()
+        elif reply.problem:
+            # As in GLM-4.5: a call that cannot be parsed ends the attempt.
+            self.finish_reason, self.error = "stop", reply.problem
         elif not self.calls:
-            # Whole calls are answered whatever marker follows them, as servers pass them on to agents.
+            # Complete calls are answered whatever marker follows them, because servers pass them to agents too.
             self.finish_reason = "stop"
 
-    def go_on(self, answers: Sequence[str], most: int) -> None:
-        """What the tools answered, and the plan for the next reply; cut off if that leaves no room below most."""
+    def continue_turn(self, answers: Sequence[str], max_length: int) -> None:
+        """Adds the tools' answers and plans the next reply. Truncates if the prompt has max_length tokens or more."""
         self.messages += [{"role": "tool", "content": answer} for answer in answers]
-        self.plan = self.planned()
-        if len(self.plan.ids) >= most:
-            self.cut_off()
+        self.plan = self.make_plan()
+        if len(self.plan.ids) >= max_length:
+            self.truncate()
         self.calls = ()
 
-    def cut_off(self) -> None:
-        """There is no room, or no turn, to go on."""
+    def truncate(self) -> None:
+        """Ends the attempt because there is no room, or no turn, for another reply."""
         self.finish_reason = "length"
 
     def fail(self, error: BaseException) -> None:
-        """The environment could not go on."""
+        """Ends the attempt because of a failure of the environment."""
         self.finish_reason = "failed"
         self.error = f"{type(error).__name__}: {error}"
 
     def attempt(self) -> Attempt:
-        sampled = sum(len(turn.output) for turn in self._session.turns)
-        return Attempt(tuple(self.messages), self.finish_reason, self.error, sampled)
+        """Returns the attempt, which has ended."""
+        num_tokens = sum(len(turn.output) for turn in self._session.turns)
+        return Attempt(
+            messages=tuple(self.messages),
+            finish_reason=self._final_reason,
+            error=self.error,
+            num_sampled_tokens=num_tokens,
+        )
 
     def record(self, group_id: str, rollout_id: str) -> TokenRecord:
+        """Returns the tokens of the attempt, which has ended."""
         status = {"stop": "completed", "length": "truncated", "failed": "failed"}
-        ids = {"group_id": group_id, "rollout_id": rollout_id, "task_id": self.task.id}
-        more = ids | {"status": status[self.finish_reason], "fail_reason": self.error}
+        fields: dict[str, Any] = {
+            "group_id": group_id,
+            "rollout_id": rollout_id,
+            "task_id": self.task.id,
+            "status": status[self._final_reason],
+            "fail_reason": self.error,
+        }
         if self._session.turns:
-            [record] = self._session.records(**more)
+            [record] = self._session.records(**fields)
             return record
-        none = np.zeros(len(self.plan.ids))
-        streams = {"rollout_logp": none + np.nan, "weight_version": none.astype(int) - 1}
-        return TokenRecord(token_ids=self.plan.ids, loss_mask=none, **streams, **more)
+        # Nothing was sampled: the record is the prompt.
+        zeros = np.zeros(len(self.plan.ids))
+        return TokenRecord(
+            token_ids=np.asarray(self.plan.ids),
+            loss_mask=zeros,
+            rollout_logp=zeros + np.nan,
+            weight_version=zeros.astype(int) - 1,
+            **fields,
+        )
+
+    @property
+    def _final_reason(self) -> str:
+        """Returns the finish reason of an attempt that has ended."""
+        if self.finish_reason is None:
+            raise RuntimeError(f"the attempt at task {self.task.id!r} has not ended")
+        return self.finish_reason

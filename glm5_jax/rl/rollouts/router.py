@@ -1,9 +1,9 @@
-"""Which rank serves a session: the same for all of its turns, as its prefix is in that rank's cache (GLM-5 4.1.2).
+"""Routes sessions to ranks: all turns of a session go to one rank, whose cache holds its prefix (GLM-5 4.1.2).
 
-Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350): a session goes to the next
-rank on a ring that has room, where room is a little more than the mean; and first to a rank that is as far below it, as
-one is that was lost and is there again. A session that is placed never moves unless its rank is lost, so that new ones
-alone even out the load.
+Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350): a session goes to the next rank
+on a ring that has room, where room is slightly more than the mean load. Ranks whose load is far below the mean, such as
+one that was lost and has returned, are filled first. A session moves only if its rank is lost, so that only new sessions
+even out the load.
 """
 
 import bisect
@@ -14,14 +14,14 @@ import re
 from collections.abc import Iterable
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Construction refuses values out of range (ValueError).
+    """Options of the router. Raises ValueError for values out of range.
 
     Attributes:
-      bound: sessions of a rank over the mean of all, at most; a rank with less than 2 - bound of it is filled first (1.15:
-        0.85). GLM-5 does not disclose how it rebalances.
-      points: of each rank on the ring.
+      bound: maximum ratio of a rank's sessions to the mean of all ranks. A rank with less than 2 - bound of the mean is
+        filled first (1.15: 0.85). GLM-5 does not disclose how it rebalances.
+      points: number of points of each rank on the ring.
     """
 
     bound: float = 1.15
@@ -34,90 +34,94 @@ class RouterConfig:
             raise ValueError(f"points is {self.points}; it must be at least 1")
 
 
-class NoRank(Exception):
-    """All ranks are lost."""
+class NoRankError(Exception):
+    """Raised if all ranks are lost."""
 
 
-class Router:
-    """Places sessions in flight on ranks. Nothing depends on when or in which process it runs.
+class SessionRouter:
+    """Assigns running sessions to ranks. The assignment does not depend on time or on the process.
 
     Attributes:
-      loads: sessions in flight by rank, of the ranks that are there.
-      placed: their ranks; without one are those whose ranks were all lost.
+      loads: number of running sessions by rank, for the ranks that are available.
+      rank_by_session: rank of each session. A session is missing if it lost its rank and no other one was available.
     """
 
     def __init__(self, ranks: Iterable[str], config: RouterConfig = RouterConfig()):
         self._config = config
         self._ring: list[tuple[int, str]] = []
-        self.placed: dict[str, str] = {}
+        self.rank_by_session: dict[str, str] = {}
         self.loads: dict[str, int] = {}
         for rank in ranks:
             self.add(rank)
 
-    def rank_of(self, session: str) -> str:
-        """The session's rank, from now on if it is new. NoRank."""
-        if session not in self.placed:
-            self.placed[session] = rank = self._next(session)
+    def route(self, session: str) -> str:
+        """Returns the rank of a session, and assigns one to a new session. Raises NoRankError."""
+        if session not in self.rank_by_session:
+            self.rank_by_session[session] = rank = self._next(session)
             self.loads[rank] += 1
-        return self.placed[session]
+        return self.rank_by_session[session]
 
-    def place(self, session: str, rank: str | None) -> str:
-        """The session's rank: this one, where its prefix is, or another if that is not there. NoRank."""
-        if session not in self.placed and rank in self.loads:
-            self.placed[session] = rank
+    def restore(self, session: str, rank: str | None) -> str:
+        """Assigns a session to the rank whose cache has its prefix, and returns the rank.
+
+        If that rank is not available, the session is routed like a new one. Raises NoRankError.
+        """
+        if session not in self.rank_by_session and rank is not None and rank in self.loads:
+            self.rank_by_session[session] = rank
             self.loads[rank] += 1
-        return self.rank_of(session)
+        return self.route(session)
 
     def release(self, session: str) -> None:
-        """The session has ended; one that is not there has ended before."""
-        rank = self.placed.pop(session, None)
+        """Removes a session that has ended; an unknown one is ignored."""
+        rank = self.rank_by_session.pop(session, None)
         if rank is not None:
             self.loads[rank] -= 1
 
-    def lose(self, rank: str) -> list[str]:
-        """A rank is gone, and its sessions move; those that did. ValueError if there is none of the name."""
+    def remove(self, rank: str) -> list[str]:
+        """Removes a lost rank, routes its sessions again, and returns them. Raises ValueError for an unknown rank."""
         if rank not in self.loads:
             raise ValueError(f"there is no rank {rank!r}; there are {sorted(self.loads)}")
         del self.loads[rank]
         self._ring = [point for point in self._ring if point[1] != rank]
-        moved = [session for session, own in self.placed.items() if own == rank]
+        moved = [session for session, other in self.rank_by_session.items() if other == rank]
         for session in moved:
-            del self.placed[session]
+            del self.rank_by_session[session]
         if self.loads:
             for session in moved:
-                self.rank_of(session)
+                self.route(session)
         return moved
 
     def add(self, rank: str) -> None:
-        """A rank is there, or there again: new sessions fill it. ValueError if it was there already."""
+        """Adds a rank, which new sessions fill. Raises ValueError if the rank is available already."""
         if rank in self.loads:
-            raise ValueError(f"rank {rank!r} is there already; lose it first")
+            raise ValueError(f"rank {rank!r} is there already; remove it first")
         self.loads[rank] = 0
         for point in range(self._config.points):
-            bisect.insort(self._ring, (_place(f"{rank}#{point}"), rank))
+            bisect.insort(self._ring, (_ring_position(f"{rank}#{point}"), rank))
 
     def _next(self, session: str) -> str:
+        """Returns the rank for a new session."""
         if not self.loads:
-            raise NoRank("all ranks are lost; add one")
-        bound, mean = self._config.bound, (len(self.placed) + 1) / len(self.loads)
+            raise NoRankError("all ranks are lost; add one")
+        bound, mean = self._config.bound, (len(self.rank_by_session) + 1) / len(self.loads)
         emptiest = min(self.loads, key=lambda rank: (self.loads[rank], rank))
         if self.loads[emptiest] + 1 <= (2 - bound) * mean:
             return emptiest
-        room = math.ceil(bound * mean)
-        first = bisect.bisect(self._ring, (_place(session), ""))
+        capacity = math.ceil(bound * mean)
+        first = bisect.bisect(self._ring, (_ring_position(session), ""))
         for point in range(len(self._ring)):
             rank = self._ring[(first + point) % len(self._ring)][1]
-            if self.loads[rank] < room:
+            if self.loads[rank] < capacity:
                 return rank
         raise AssertionError("not all ranks can have more than the mean")
 
 
-def _place(name: str) -> int:
-    """On the ring; the same in every process, which `hash` is not."""
+def _ring_position(name: str) -> int:
+    """Returns a hash of the name that is the same in every process, unlike `hash`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
 def parse_rank(rank: str) -> tuple[str, int | None]:
-    """Returns the URL of a rank, and its number among those that share it. A URL may have an @ of its own."""
-    found = re.fullmatch(r"(.+)@(\d+)", rank)
-    return (found[1], int(found[2])) if found else (rank, None)
+    """Returns the URL of a rank, and its number among the ranks of the URL. The URL itself may have an @."""
+    match = re.fullmatch(r"(.+)@(\d+)", rank)
+    return (match[1], int(match[2])) if match else (rank, None)

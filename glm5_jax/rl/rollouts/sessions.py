@@ -1,9 +1,13 @@
-"""Chats whose tokens are kept as they were sampled: a tree of turns, and the samples that are trained on.
+"""Sessions: chats as trees of turns whose tokens are kept as they were sampled, and the training samples of them.
 
-An agent speaks in messages, a learner in token ids, and neither is the other encoded: of a request only the messages
-that are new are, behind the ids that were read and sampled before (GLM-5 4.1.2). Nothing here waits or touches a
-socket (`gateway`); a request is understood first (`Session.plan`), its answer is looked at (`Session.answer`), and
-only then it changes the session (`Session.add`), so that what fails leaves no trace.
+Agents exchange messages, the learner trains on token ids. Only the new messages of a request are encoded; the ids read and
+sampled before are reused as they are (GLM-5 4.1.2). A request takes three steps, so that one that fails changes nothing:
+
+1. `Session.plan` returns the prompt of a request.
+2. `Session.make_turn` checks the engine's reply.
+3. `Session.add` changes the session.
+
+This module does no I/O; `gateway` does.
 """
 
 import dataclasses
@@ -26,70 +30,75 @@ from glm5_jax.text.tokenizer import STOP_TOKENS, Tokenizer
 
 CLEAN, REALIGN, FORK = "clean", "realign", "fork"
 ROOT = -1
-_MAX_UNCOUNTED = 2**14  # characters that are encoded without a look at how many tokens they are
+_MAX_UNCOUNTED = 2**14  # characters of new messages that need no check of their length
 
 
 class SessionError(Exception):
-    """A request that a session cannot take. status: HTTP's, 400 what it says is wrong, 409 what it goes on from has no
-    end, 429 there were too many, 500 its tokens do not fit together."""
+    """Raised for a request that a session cannot take.
+
+    Attributes:
+      status: HTTP status: 400 for an invalid request, 409 if the turn before it has no end, 429 after too many replies,
+        500 if tokens do not fit together.
+    """
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """How chats become tokens. Construction refuses values out of range (ValueError).
+    """Options of a session. Raises ValueError for values out of range.
 
     Attributes:
-      variant: the chat layout.
-      max_turns: replies of a session, of all its branches.
-      realigned: a reply that comes back altered is overwritten by what came back, which is not trained on, if that is
-        shorter than so many tokens; else the session forks before it, and both are kept.
-      max_length: largest prompt that is encoded, in tokens. Engines may have a smaller limit.
+      variant: chat layout.
+      max_turns: maximum number of replies of a session, in all its branches.
+      max_realigned_tokens: a request may repeat a reply with changes. A reply with fewer tokens than this is then replaced
+        by the repeated message, which is not trained on. Otherwise the session forks before the reply, and keeps both.
+      max_length: maximum length of a prompt, in tokens. Engines may have a smaller limit.
     """
 
     variant: str = "glm5"
     max_turns: int = 256  # not disclosed
-    realigned: int = 1024  # THUDM/slime, agent adapters
+    max_realigned_tokens: int = 1024  # THUDM/slime, agent adapters
     max_length: int = 202_752  # GLM-5 2.3: the positions that it is trained on
 
     def __post_init__(self):
-        for name in ("max_turns", "realigned", "max_length"):
+        for name in ("max_turns", "max_realigned_tokens", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A reply and what was new before it.
+    """Reply of a session, with the new messages before it.
 
     Attributes:
-      parent: the number of the turn that it goes on from; ROOT: of none.
-      kind: how it does: CLEAN behind the parent's end, REALIGN over its reply, FORK beside another turn.
-      tools: that were offered, as JSON; those of all turns on a way are the same.
-      messages: new ones, in the form of `plain`; of a REALIGN they begin with the reply as it came back.
-      drop: tokens at the end of the parent's that it does without.
-      context: ids of the messages, which are not trained on.
-      output, logprobs, versions: the reply's ids as sampled, with each one's log-prob and weights.
+      parent: index of the turn that it follows; ROOT: none.
+      kind: CLEAN: it follows the end of its parent. REALIGN: it replaces the parent's reply. FORK: another turn follows
+        the same parent already.
+      tools: tools of the request, as JSON; the same for all turns of a branch.
+      messages: new messages, as of `normalize_message`. Those of a REALIGN begin with the repeated reply.
+      num_dropped: number of tokens at the end of the parent's that are not part of this branch.
+      context: ids of the new messages, which are not trained on.
+      output, logprobs, versions: sampled ids of the reply, with the log-prob and the weight version of each.
       finish_reason: "stop" or "length".
-      reply: the message that the reply was told as, in the form of `plain`.
-      draw: which reply to its prompt it is; each is drawn with a seed of its own.
+      reply: message that was sent to the agent, as of `normalize_message`.
+      sample_index: index of the reply among those to the same prompt; each is sampled with another seed.
     """
 
     parent: int
     kind: str
     tools: str
     messages: tuple[Message, ...]
-    drop: int
+    num_dropped: int
     context: tuple[int, ...]
     output: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: str
     reply: Message
-    draw: int = 0
+    sample_index: int = 0
 
     def __post_init__(self):
         if not 0 < len(self.output) == len(self.logprobs) == len(self.versions):
@@ -99,43 +108,65 @@ class Turn:
             )
 
 
-class Plan(NamedTuple):
-    """What a request comes to. ids: the prompt; other fields: as of the turn that will be."""
+class TurnPlan(NamedTuple):
+    """Prompt of a request.
+
+    Attributes:
+      ids: all ids of the prompt.
+      parent, kind, tools, messages, num_dropped, context, sample_index: fields of the `Turn` that its reply makes.
+    """
 
     parent: int
     kind: str
     tools: str
     messages: tuple[Message, ...]
-    drop: int
+    num_dropped: int
     context: tuple[int, ...]
-    draw: int
+    sample_index: int
     ids: tuple[int, ...]
 
 
-class _Piece(NamedTuple):
-    """Tokens of a branch; turn: whose reply they are, None for what was only read."""
+class _Span(NamedTuple):
+    """Consecutive tokens of a branch. turn: index of the turn whose reply they are; None for tokens of a prompt."""
 
     turn: int | None
     ids: tuple[int, ...]
 
 
-class Session:
-    """The turns of one rollout, whose requests may branch: sub-agents, retries and compacted contexts fork.
+class _Position(NamedTuple):
+    """Position in a session from which a request continues.
 
     Attributes:
-      turns: in the order of their answers.
-      seed: of all of them.
+      parent: turn that the request follows; ROOT: none.
+      kind: CLEAN or REALIGN.
+      num_known: number of the request's messages that the session has read already.
+    """
+
+    parent: int
+    kind: str
+    num_known: int
+
+
+class Session:
+    """Tree of the turns of one rollout. Sub-agents, retries and compacted contexts make branches.
+
+    Attributes:
+      turns: turns in the order of their replies.
+      seed: seed of all replies.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, config: SessionConfig = SessionConfig(), seed: int = 0
     ):
-        """seed: of all replies."""
         self._tokenizer, self._config, self.seed = tokenizer, config, seed
-        self._stops = {tokenizer.special_ids[n] for n in STOP_TOKENS if n in tokenizer.special_ids}
-        self._opens = tokenizer.special_ids["<|assistant|>"]
+        self._stop_ids = {
+            tokenizer.special_ids[name] for name in STOP_TOKENS if name in tokenizer.special_ids
+        }
+        self._assistant_id = tokenizer.special_ids["<|assistant|>"]
         self.turns: list[Turn] = []
-        self._counts: list[int] = []  # of each turn, messages up to its reply
+        self._num_messages: list[
+            int
+        ] = []  # of each turn, from the start of its branch to its reply
 
     def plan(
         self,
@@ -143,43 +174,32 @@ class Session:
         tools: Sequence[Mapping] | None = None,
         *,
         enable_thinking: bool = True,
-        asked: Collection[Plan] = (),
-    ) -> Plan:
-        """What to read for a request; nothing is changed. asked: those that are being answered. SessionError."""
-        if len(self.turns) + len(asked) >= self._config.max_turns:
+        pending: Collection[TurnPlan] = (),
+    ) -> TurnPlan:
+        """Returns the prompt of a request, and changes nothing. Raises SessionError.
+
+        pending: plans of the requests that engines are answering.
+        """
+        if len(self.turns) + len(pending) >= self._config.max_turns:
             raise SessionError(
-                f"the session has its {self._config.max_turns} replies, of which {len(asked)} are being written; end it, "
-                "or raise max_turns",
+                f"the session has its {self._config.max_turns} replies, of which {len(pending)} are being written; end "
+                "it, or raise max_turns",
                 429,
             )
         try:
+            # Find the turn that the request follows.
             messages = read_messages(messages)
-            said = tuple(plain(message) for message in messages)
-            if said[-1]["role"] == "assistant":
+            request = tuple(normalize_message(message) for message in messages)
+            if request[-1]["role"] == "assistant":
                 raise ChatError(
-                    "the last message is an assistant's; put one behind it to be answered"
+                    "the last message is an assistant's; add one after it to be answered"
                 )
-            offered = json.dumps(tools or [], sort_keys=True)
-            parent, known = self._deepest(said, offered)
-            kind = CLEAN
-            if parent != ROOT and not alike(said[known - 1], self.turns[parent].reply):
-                if len(self.turns[parent].output) < self._config.realigned:
-                    kind = REALIGN
-                    known -= 1  # the reply is read as it came back
-                else:
-                    parent = self.turns[parent].parent
-                    known = self._counts[parent] if parent != ROOT else 0
-            before, drop = [], 0
-            if parent != ROOT:
-                before = self._ids(parent)
-                if kind == REALIGN:
-                    drop = self._replaced(parent)
-                elif self.turns[parent].finish_reason == "length":
-                    raise SessionError(
-                        f"reply {parent} was cut off at its length, and nothing can follow what has no end; raise "
-                        "max_tokens and ask for it again",
-                        409,
-                    )
+            tools_json = json.dumps(tools or [], sort_keys=True)
+            position = self._find_position(request, tools_json)
+            parent, kind = position.parent, position.kind
+            prefix, num_dropped = self._prefix(position)
+
+            # Encode the new messages only.
             render = functools.partial(
                 render_chat,
                 messages,
@@ -187,32 +207,72 @@ class Session:
                 enable_thinking=enable_thinking,
                 clear_thinking=False,
                 variant=self._config.variant,
-                first=known,
+                first=position.num_known,
             )
-            if num_characters([said[known:], tools]) > _MAX_UNCOUNTED:
+            new_messages = request[position.num_known :]
+            if num_characters([new_messages, tools]) > _MAX_UNCOUNTED:
                 self._check_length(render().text)
-            context = render(self._tokenizer).ids
-        except (
-            ValueError
-        ) as error:  # a `ChatError`, or half of a character, which no tokenizer encodes
+            context = tuple(render(self._tokenizer).ids or ())
+        except ValueError as error:
+            # A `ChatError`, or half of a surrogate pair, which no tokenizer encodes.
             raise SessionError(str(error), 400) from None
         except RecursionError:
             raise SessionError("the messages or tools are nested too deeply", 400) from None
-        if parent != ROOT and kind == CLEAN and before[-1] in self._stops:
-            # What a reply stops with opens the message that it expects; another one opens itself.
-            if before[-1] == context[0]:
+
+        # Join both parts.
+        if parent != ROOT and kind == CLEAN and prefix[-1] in self._stop_ids:
+            # The stop token of a reply opens the message that the model expects; another message has its own opening.
+            if prefix[-1] == context[0]:
                 context = context[1:]
             else:
-                drop = 1
-        ids, context = (*before[: len(before) - drop], *context), tuple(context)
-        # A count would give a draw twice: of two that were asked for at once, the first may fail.
-        drawn = {
-            one.draw
-            for one in (*self.turns, *asked)
-            if one.parent == parent and one.context == context
+                num_dropped = 1
+        ids = (*prefix[: len(prefix) - num_dropped], *context)
+
+        # The smallest free index. A count could repeat an index: of two concurrent requests the first may fail.
+        used = {
+            turn.sample_index
+            for turn in (*self.turns, *pending)
+            if turn.parent == parent and turn.context == context
         }
-        draw = next(i for i in itertools.count() if i not in drawn)
-        return Plan(parent, kind, offered, said[known:], drop, context, draw, ids)
+        sample_index = next(i for i in itertools.count() if i not in used)
+        return TurnPlan(
+            parent=parent,
+            kind=kind,
+            tools=tools_json,
+            messages=new_messages,
+            num_dropped=num_dropped,
+            context=context,
+            sample_index=sample_index,
+            ids=ids,
+        )
+
+    def _find_position(self, request: tuple[Message, ...], tools: str) -> _Position:
+        """Returns the position from which a request continues."""
+        parent, num_known = self._longest_matching_turn(request, tools)
+        if parent == ROOT or is_same_message(request[num_known - 1], self.turns[parent].reply):
+            return _Position(parent, CLEAN, num_known)
+        if len(self.turns[parent].output) < self._config.max_realigned_tokens:
+            return _Position(parent, REALIGN, num_known - 1)  # the changed reply is a new message
+        parent = self.turns[parent].parent
+        return _Position(parent, CLEAN, self._num_messages[parent] if parent != ROOT else 0)
+
+    def _prefix(self, position: _Position) -> tuple[list[int], int]:
+        """Returns the ids up to the end of a position's turn, and how many of them its branch drops.
+
+        Raises SessionError if the turn has no end.
+        """
+        parent = position.parent
+        if parent == ROOT:
+            return [], 0
+        if position.kind == REALIGN:
+            return self._ids(parent), self._num_reply_tokens(parent)
+        if self.turns[parent].finish_reason == "length":
+            raise SessionError(
+                f"reply {parent} was cut off at its length, and nothing can follow an incomplete reply; raise "
+                "max_tokens and request it again",
+                409,
+            )
+        return self._ids(parent), 0
 
     def _check_length(self, text: str) -> None:
         """Raises SessionError if a text has too many tokens, before it is encoded: 15 MB take 20 s and 2 GB."""
@@ -223,126 +283,159 @@ class Session:
                 f"{error}; shorten it, or raise max_length of sessions", 400
             ) from None
 
-    def seed_of(self, plan: Plan) -> int:
-        """Of the reply to a plan: the same for who asks the same again after a failure, another for a second reply."""
-        return seed_of(self.seed, plan.draw, *plan.ids)
+    def reply_seed(self, plan: TurnPlan) -> int:
+        """Returns the seed of the reply to a plan.
 
-    def answer(
+        A request that is repeated after a failure has the same seed; a second reply to the same prompt has another one.
+        """
+        return derive_seed(self.seed, plan.sample_index, *plan.ids)
+
+    def make_turn(
         self,
-        plan: Plan,
+        plan: TurnPlan,
         output: Sequence[int],
         logprobs: Sequence[float],
         versions: Sequence[int],
         finish_reason: str,
         reply: Mapping,
     ) -> Turn:
-        """The answer to a planned request, for `add`; nothing is changed. ValueError unless each token has its log-prob
-        and version, SessionError if what it goes on from is not there."""
+        """Returns the turn of a reply, for `add`, and changes nothing.
+
+        Raises ValueError unless each token has a log-prob and a version, SessionError if its parent does not exist.
+        """
         kind = plan.kind
         if kind == CLEAN and any(turn.parent == plan.parent for turn in self.turns):
             kind = FORK
-        more = plan.tools, plan.messages, plan.drop, plan.context
-        sampled = tuple(output), tuple(logprobs), tuple(versions)
-        turn = Turn(plan.parent, kind, *more, *sampled, finish_reason, plain(reply), plan.draw)
-        self._check(turn)
+        turn = Turn(
+            parent=plan.parent,
+            kind=kind,
+            tools=plan.tools,
+            messages=plan.messages,
+            num_dropped=plan.num_dropped,
+            context=plan.context,
+            output=tuple(output),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            finish_reason=finish_reason,
+            reply=normalize_message(reply),
+            sample_index=plan.sample_index,
+        )
+        self._check_parent(turn)
         return turn
 
     def add(self, turn: Turn) -> None:
-        """Goes on by a turn. SessionError if what it goes on from is not there."""
-        self._check(turn)
+        """Appends a turn. Raises SessionError if its parent does not exist."""
+        self._check_parent(turn)
         self.turns.append(turn)
-        self._counts.append(self._start(turn) + len(turn.messages) + 1)
+        self._num_messages.append(self._first_message(turn) + len(turn.messages) + 1)
 
-    def _check(self, turn: Turn) -> None:
+    def _check_parent(self, turn: Turn) -> None:
         if not ROOT <= turn.parent < len(self.turns):
             raise SessionError(
-                f"turn {len(self.turns)} goes on from {turn.parent}, which is not there", 500
+                f"turn {len(self.turns)} follows turn {turn.parent}, which does not exist", 500
             )
 
-    def records(self, **more: Any) -> list[TokenRecord]:
-        """A record for each branch, in the order of their ends: every reply is trained on once, in the first branch
-        that it is in. more: other fields of the records."""
+    def records(self, **fields: Any) -> list[TokenRecord]:
+        """Returns a record for each branch, in the order of their last turns.
+
+        Every reply is trained on once, in the first branch that contains it. fields: other fields of all records.
+        """
         parents = {turn.parent for turn in self.turns}
-        trained: set[int] = set()
-        found = []
+        in_earlier_branch: set[int] = set()
+        records = []
         for leaf in range(len(self.turns)):
             if leaf in parents:
                 continue
-            pieces = self._pieces(leaf)
-            ids = np.concatenate([piece.ids for piece in pieces])
-            logp = np.full(len(ids), np.nan, np.float32)
-            version = np.full(len(ids), -1, np.int32)
-            first = 0
-            for piece in pieces:
-                count = len(piece.ids)
-                if piece.turn is not None and piece.turn not in trained:
-                    turn, here = self.turns[piece.turn], slice(first, first + count)
-                    logp[here], version[here] = turn.logprobs[:count], turn.versions[:count]
-                    trained.add(piece.turn)
-                first += count
-            cut = self.turns[leaf].finish_reason == "length"
-            fields = {"status": "truncated" if cut else "completed", **more}
-            streams = {"rollout_logp": logp, "weight_version": version}
-            found.append(TokenRecord(token_ids=ids, loss_mask=~np.isnan(logp), **streams, **fields))
-        return found
-
-    def _deepest(self, said: tuple[Message, ...], tools: str) -> tuple[int, int]:
-        """(turn, messages up to its reply) of the turn that most of a request goes on from: its chat is the request's
-        beginning, but for a reply that may have come back altered. ROOT, 0 if there is none."""
-        best, found = (0, False), (ROOT, 0)
-        reached, told = (
-            [],
-            [],
-        )  # whether the request goes as far as a turn's reply, and whether it tells it as it was
-        for number, turn in enumerate(self.turns):
-            behind = reached if turn.kind == REALIGN else told
-            start, count = self._start(turn), self._counts[number]
-            reached.append(
-                turn.tools == tools
-                and (turn.parent == ROOT or behind[turn.parent])
-                and len(said) >= count
-                and said[count - 1]["role"] == "assistant"
-                and all(map(alike, said[start : count - 1], turn.messages))
+            spans = self._spans(leaf)
+            ids = np.concatenate([span.ids for span in spans])
+            logprobs = np.full(len(ids), np.nan, np.float32)
+            versions = np.full(len(ids), -1, np.int32)
+            start = 0
+            for span in spans:
+                count = len(span.ids)
+                if span.turn is not None and span.turn not in in_earlier_branch:
+                    turn, positions = self.turns[span.turn], slice(start, start + count)
+                    logprobs[positions] = turn.logprobs[:count]
+                    versions[positions] = turn.versions[:count]
+                    in_earlier_branch.add(span.turn)
+                start += count
+            is_truncated = self.turns[leaf].finish_reason == "length"
+            values: dict[str, Any] = {
+                "status": "truncated" if is_truncated else "completed",
+                **fields,
+            }
+            record = TokenRecord(
+                token_ids=ids,
+                loss_mask=~np.isnan(logprobs),
+                rollout_logp=logprobs,
+                weight_version=versions,
+                **values,
             )
-            told.append(reached[-1] and alike(said[count - 1], turn.reply))
-            # A reply as it was told goes before one that was altered, the later of two that say the same: who asks
-            # again has lost the earlier.
-            if reached[-1] and (count, told[-1]) >= best:
-                best, found = (count, told[-1]), (number, count)
-        return found
+            records.append(record)
+        return records
 
-    def _start(self, turn: Turn) -> int:
-        """Messages before those that are new with a turn."""
+    def _longest_matching_turn(self, request: tuple[Message, ...], tools: str) -> tuple[int, int]:
+        """Returns the turn whose chat is the longest beginning of a request, and its messages up to its reply.
+
+        The reply itself may have been changed. Returns (ROOT, 0) if there is no such turn.
+        """
+        best, match = (0, False), (ROOT, 0)
+        # For each turn, whether the request contains its chat up to its reply, and whether the reply is unchanged.
+        reaches_reply: list[bool] = []
+        has_same_reply: list[bool] = []
+        for index, turn in enumerate(self.turns):
+            # A REALIGN follows a reply that may differ, any other turn follows an unchanged one.
+            matches_parent = reaches_reply if turn.kind == REALIGN else has_same_reply
+            start, count = self._first_message(turn), self._num_messages[index]
+            reaches_reply.append(
+                turn.tools == tools
+                and (turn.parent == ROOT or matches_parent[turn.parent])
+                and len(request) >= count
+                and request[count - 1]["role"] == "assistant"
+                and all(map(is_same_message, request[start : count - 1], turn.messages))
+            )
+            has_same_reply.append(
+                reaches_reply[-1] and is_same_message(request[count - 1], turn.reply)
+            )
+            # An unchanged reply wins over a changed one. Of two equal turns the later one wins, because an agent that
+            # repeats a request has lost the earlier reply.
+            if reaches_reply[-1] and (count, has_same_reply[-1]) >= best:
+                best, match = (count, has_same_reply[-1]), (index, count)
+        return match
+
+    def _first_message(self, turn: Turn) -> int:
+        """Returns the index of the first new message of a turn in its branch."""
         if turn.parent == ROOT:
             return 0
-        return self._counts[turn.parent] - (turn.kind == REALIGN)
+        return self._num_messages[turn.parent] - (turn.kind == REALIGN)
 
-    def _replaced(self, number: int) -> int:
-        """Tokens of a turn from what opens its reply to its end."""
-        turn = self.turns[number]
-        opening = list(reversed(turn.context)).index(self._opens) + 1
+    def _num_reply_tokens(self, index: int) -> int:
+        """Returns the number of tokens of a turn from the opening of its reply to its end."""
+        turn = self.turns[index]
+        opening = list(reversed(turn.context)).index(self._assistant_id) + 1
         return opening + len(turn.output)
 
-    def _ids(self, number: int) -> list[int]:
-        """All tokens up to the end of a turn."""
-        return [i for piece in self._pieces(number) for i in piece.ids]
+    def _ids(self, index: int) -> list[int]:
+        """Returns all ids of a branch up to the end of a turn."""
+        return [i for span in self._spans(index) for i in span.ids]
 
-    def _pieces(self, number: int) -> list[_Piece]:
-        way = []
-        while number != ROOT:
-            way.append(number)
-            number = self.turns[number].parent
-        pieces: list[_Piece] = []
-        for number in reversed(way):
-            turn = self.turns[number]
-            drop = turn.drop
-            while drop:
-                last = pieces.pop()
-                if len(last.ids) > drop:
-                    pieces.append(last._replace(ids=last.ids[:-drop]))
-                drop = max(drop - len(last.ids), 0)
-            pieces += [_Piece(None, turn.context), _Piece(number, turn.output)]
-        return pieces
+    def _spans(self, index: int) -> list[_Span]:
+        """Returns the spans of a branch up to the end of a turn."""
+        path = []
+        while index != ROOT:
+            path.append(index)
+            index = self.turns[index].parent
+        spans: list[_Span] = []
+        for index in reversed(path):
+            turn = self.turns[index]
+            num_dropped = turn.num_dropped
+            while num_dropped:
+                last = spans.pop()
+                if len(last.ids) > num_dropped:
+                    spans.append(last._replace(ids=last.ids[:-num_dropped]))
+                num_dropped = max(num_dropped - len(last.ids), 0)
+            spans += [_Span(None, turn.context), _Span(index, turn.output)]
+        return spans
 
 
 @functools.lru_cache(maxsize=4)
@@ -350,29 +443,32 @@ def _prompt_reader(tokenizer: Tokenizer, max_length: int) -> PromptReader:
     return PromptReader(tokenizer, max_length)
 
 
-def plain(message: Mapping) -> dict:
-    """Returns a message with all fields that say something, in the form of `read_message`.
+def normalize_message(message: Mapping) -> dict:
+    """Returns a message with the four fields that have a meaning, in the form of `read_message`. Raises ChatError.
 
-    They are role, content, reasoning_content (None: it is not given) and tool_calls. Raises ChatError.
+    They are role, content, reasoning_content (None: the message has none) and tool_calls.
     """
     return {"reasoning_content": None, "tool_calls": [], **read_message(message)}
 
 
-def alike(said: Message, known: Message) -> bool:
-    """Whether a message that came back is one that is known: in all but reasoning that it does not tell."""
-    if any(said[name] != known[name] for name in ("role", "tool_calls")):
+def is_same_message(message: Message, known: Message) -> bool:
+    """Returns whether a message of a request equals a known one. An agent may leave out the reasoning."""
+    if any(message[name] != known[name] for name in ("role", "tool_calls")):
         return False
-    same = said["content"] == known["content"]
-    if same and said["reasoning_content"] in (None, known["reasoning_content"] or ""):
+    has_same_content = message["content"] == known["content"]
+    if has_same_content and message["reasoning_content"] in (
+        None,
+        known["reasoning_content"] or "",
+    ):
         return True
     if known["role"] != "assistant" or "</think>" not in known["content"]:
         return False
-    # Of who does not tell it, the content seems to hold some.
-    seeming = plain({"role": "assistant", "content": known["content"]})
-    return all(said[name] == seeming[name] for name in ("content", "reasoning_content"))
+    # The content of a reply may contain "</think>". Without a reasoning field it is then read as reasoning and content.
+    reparsed = normalize_message({"role": "assistant", "content": known["content"]})
+    return all(message[name] == reparsed[name] for name in ("content", "reasoning_content"))
 
 
-def seed_of(*numbers: int) -> int:
-    """A seed of its own for these numbers, the same in every process."""
+def derive_seed(*numbers: int) -> int:
+    """Returns a seed for these numbers, the same in every process and different for other numbers."""
     text = json.dumps(numbers).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2

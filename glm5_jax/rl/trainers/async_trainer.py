@@ -1,10 +1,11 @@
-"""The trainer of the asynchronous system: it learns from groups that others sample while it learns (GLM-5 4.1.1).
+"""Trainer of the asynchronous system: trains on groups that engines sample at the same time (GLM-5 4.1.1).
 
-It asks the hub for a batch, learns, says so, and every few updates gives the engines its weights. Nothing is known here
-of tasks, tools and engines. With `max_staleness=0` it is the synchronous trainer: nobody samples while it learns.
+Each step requests a batch from the orchestrator, updates the weights and reports the step. Every few updates the
+weights are pushed to the engines. Tasks, tools and engines are unknown to the trainer. With `max_staleness=0` it is the
+synchronous trainer, because no group is sampled during an update.
 
-While it waits, engines that were started anew get its weights, and those that a push has not reached: without any
-that has them no batch would come, and without a batch no push.
+While waiting for a batch, the trainer also pushes its weights to engines that restarted or missed the last push.
+Otherwise it would deadlock: no engine with current weights, hence no batch, hence no push.
 """
 
 import contextlib
@@ -15,21 +16,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import msgspec
 import numpy as np
 
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
+from glm5_jax.model.lora import merge_adapters
 from glm5_jax.parallel import multihost
-from glm5_jax.rl.algorithm.batch import lay_out
-from glm5_jax.rl.algorithm.credit import credited_rollouts
+from glm5_jax.rl.algorithm.batch import pack_records
+from glm5_jax.rl.algorithm.credit import assign_batch_credit
 from glm5_jax.rl.config import RlConfig
-from glm5_jax.rl.orchestrator.client import heard_taken, told_taken
-from glm5_jax.rl.orchestrator.group_repair import FAILED, LOST, STALE
+from glm5_jax.rl.orchestrator.client import (
+    batch_group_from_json,
+    batch_group_to_json,
+    with_records,
+)
+from glm5_jax.rl.orchestrator.group_repair import FAILED, ROLLED_BACK, STALE
 from glm5_jax.rl.orchestrator.staleness import BufferConfig
-from glm5_jax.rl.trajectory import Taken
-from glm5_jax.rl.types import used_tools
-from glm5_jax.rl.weights.pusher import NotPushed, Pushed, Pusher
+from glm5_jax.rl.rollouts.record_codec import encode_records
+from glm5_jax.rl.trajectory import BatchGroup, Trajectory
+from glm5_jax.rl.weights.pusher import Pusher, PushFailed, PushResult
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.utilization import FOLDER, UtilizationRecorder
 from glm5_jax.training.metrics import TrainingStopped
@@ -37,83 +44,95 @@ from glm5_jax.training.stages import BatchSource, Stage
 from glm5_jax.training.step import Step, make_step, reset_optimizer
 
 _log = logging.getLogger(__name__)
-DROPPED = (FAILED, LOST, STALE, "cancelled")  # why groups are
+DROP_REASONS = (FAILED, ROLLED_BACK, STALE, "cancelled")
 
 
-class Hub(Protocol):
-    """Where batches come from, as `rl.orchestrator.client.HubClient` says."""
+class GroupSource(Protocol):
+    """Source of batches; `rl.orchestrator.client.OrchestratorClient` documents its methods."""
 
-    hindered: Sequence[str]
-    counts: Mapping[str, int]
+    @property
+    def blockers(self) -> Sequence[str]: ...
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
 
     def begin(self, step: int, version: int, checksum: str | None) -> None: ...
 
-    def take(self, step: int, seconds: float) -> list[Taken] | None: ...
+    def take(self, step: int, timeout_s: float) -> list[BatchGroup] | None: ...
 
-    def trained(self, step: int) -> None: ...
+    def mark_trained(self, step: int) -> None: ...
 
     def push(self, version: int, checksum: str | None) -> None: ...
 
     def evaluate(self, count: int) -> dict[str, dict]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class AsynchronousConfig(RlConfig):
-    """Attributes:
-    max_staleness, max_running, pacing: see `BufferConfig`; its group and batch are those of `rollout`.
-    push_every: updates between two pushes of weights (K of GLM-5 4.1.1).
-    new_moments: whether the optimiser begins anew behind each push (GLM-5 4.1.1).
-    batch_seconds: that a batch may take to come; past them the run ends.
-    refresh_seconds: that a batch is waited for between two looks whether all engines have the weights.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsyncRlConfig(RlConfig):
+    """Configuration of a run that trains while engines sample.
+
+    Attributes:
+      max_staleness, max_running, pacing: options of `BufferConfig`; `rollout` has those of groups and batches.
+      push_every: updates between two pushes of weights (K in GLM-5 4.1.1).
+      reset_optimizer: True resets the optimiser's moments after each push (GLM-5 4.1.1).
+      batch_timeout_s: time limit of the wait for a batch, in seconds; then the run ends.
+      refresh_interval_s: time between two checks that all engines have the weights, during the wait, in seconds.
     """
 
     max_staleness: int = 4  # not disclosed
     max_running: int = 128  # GLM-5 4.1.1: more than 1,000 rollouts
     pacing: bool = True
     push_every: int = 1  # not disclosed
-    new_moments: bool = True
-    batch_seconds: float = 7200.0  # ours
-    refresh_seconds: float = 10.0  # ours
+    reset_optimizer: bool = True
+    batch_timeout_s: float = 7200.0  # our choice
+    refresh_interval_s: float = 10.0  # our choice
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("push_every", "batch_seconds", "refresh_seconds"):
+        for name in ("push_every", "batch_timeout_s", "refresh_interval_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.max_staleness < self.push_every - 1:
             raise ValueError(
-                f"max_staleness is {self.max_staleness} and push_every {self.push_every}: behind the update that comes "
-                f"first no group could begin before the next push; use at least {self.push_every - 1}"
+                f"max_staleness is {self.max_staleness}, too small for push_every={self.push_every}: after the first "
+                f"update no group could start until the next push; use at least {self.push_every - 1}"
             )
-        if self.learns != "rewards" or self.credit.pull == "reference":
+        if self.objective != "rewards" or self.credit.kl_target == "reference":
             raise ValueError(
-                f"learns is {self.learns!r} and credit.pull {self.credit.pull!r}; this trainer has no teachers"
+                f"objective is {self.objective!r} and credit.kl_target {self.credit.kl_target!r}; this trainer has no teachers"
             )
-        self.buffer()
+        self.make_buffer_config()
 
     @property
     def changeable_on_resume(self) -> tuple[str, ...]:
-        return *super().changeable_on_resume, "batch_seconds", "refresh_seconds"
+        return *super().changeable_on_resume, "batch_timeout_s", "refresh_interval_s"
 
-    def buffer(self) -> BufferConfig:
-        """The hub's; ValueError if there can be none."""
-        own = self.max_staleness, self.max_running, self.pacing
-        return BufferConfig(self.rollout.group, self.rollout.prompts, *own)
+    def make_buffer_config(self) -> BufferConfig:
+        """Returns the options of the orchestrator's buffer. Raises ValueError if they contradict each other."""
+        return BufferConfig(
+            group=self.rollout.group,
+            batch_groups=self.rollout.prompts,
+            max_staleness=self.max_staleness,
+            max_running=self.max_running,
+            pacing=self.pacing,
+        )
 
 
-class Asynchronous(Stage):
-    """Learning from what a hub gives. Its engines are given weights by the pusher."""
+class AsyncRlTrainer(Stage[AsyncRlConfig]):
+    """Trains on the batches of an orchestrator, and pushes weights to its engines."""
 
     def __init__(
         self,
-        config: AsynchronousConfig,
+        config: AsyncRlConfig,
         workdir,
-        hub: Hub,
+        orchestrator: GroupSource,
         pusher: Pusher,
         step_maker: Callable[..., Step] = make_step,
         previous_stage: Stage | None = None,
     ):
-        self._hub = hub if jax.process_count() == 1 else _OfPod(hub)
+        self._orchestrator = (
+            orchestrator if jax.process_count() == 1 else FirstProcessClient(orchestrator)
+        )
         self._pusher = pusher
         super().__init__(config, workdir, step_maker, previous_stage)
 
@@ -122,7 +141,7 @@ class Asynchronous(Stage):
 
     def _open(self) -> BatchSource:
         rows = self._group, self._num_groups
-        self._batches = Batches(self.config, self._hub, *rows, self._refresh)
+        self._batches = OrchestratorBatches(self.config, self._orchestrator, *rows, self._refresh)
         return self._batches
 
     def _rows(self, tokens_seen: int) -> int:
@@ -135,68 +154,79 @@ class Asynchronous(Stage):
     def _train(self, stop: PreemptionGuard) -> None:
         first = jax.process_index() == 0
         path = self.workdir / FOLDER / "train.jsonl"
-        doing = UtilizationRecorder(path, lambda: not self._batches.waiting)
-        with doing if first else contextlib.nullcontext():
+        recorder = UtilizationRecorder(path, lambda: not self._batches.is_waiting)
+        with recorder if first else contextlib.nullcontext():
             super()._train(stop)
 
     def _begin(self, state: dict) -> None:
-        """The engines have these weights before anything is sampled for them, those that a lost trainer made too."""
-        done = self._batches.step = self._version = int(state["step"])
-        self._params, self._early = state["params"], False
-        with _stopping(), self._batches.waits():
-            self._hub.begin(done, done, self._first_push(done).shown)
+        """Pushes the weights to the engines before any sampling.
 
-    def _first_push(self, version: int) -> Pushed:
-        """Engines that were killed together with a trainer before this one are there again soon."""
+        The push rewinds engines that hold later weights of a trainer that has died.
+        """
+        done = self._batches.step = self._version = int(state["step"])
+        self._params = merge_adapters(state["params"], self.config.model)
+        self._should_reset_moments = False
+        with _as_training_stopped(), self._batches.idle():
+            self._orchestrator.begin(done, done, self._first_push(done).engine_checksum)
+
+    def _first_push(self, version: int) -> PushResult:
+        """Pushes the weights, and retries while engines that were killed together with the last trainer restart."""
         config = self.config
-        for left in reversed(range(1 + int(config.batch_seconds // config.refresh_seconds))):
+        for retries_left in reversed(
+            range(1 + int(config.batch_timeout_s // config.refresh_interval_s))
+        ):
             try:
                 return self._pusher.push(self._params, version, rewind=True)
-            except NotPushed as error:
-                if error.refused or not left:
+            except PushFailed as error:
+                if error.is_refused or not retries_left:
                     raise
                 _log.warning("%s", error)
-                time.sleep(config.refresh_seconds)
+                time.sleep(config.refresh_interval_s)
         raise AssertionError("the last try has raised")
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
-        taken, config = self._batches, self.config
-        if self._early:
+        batches, config = self._batches, self.config
+        if self._should_reset_moments:
             state = reset_optimizer(state)
         state, metrics = super()._update(state, batch)
-        done = taken.step + 1
-        told = dict(taken.metrics)
-        with _stopping():
-            # First, as a trainer that has been replaced learns here that it must not push anything.
-            self._hub.trained(taken.step)
-            pushed = self._push(state["params"], done) if done % config.push_every == 0 else None
+        done, params = batches.step + 1, merge_adapters(state["params"], config.model)
+        rl_metrics = dict(batches.metrics)
+        with _as_training_stopped():
+            # Before the push, because this call fails if another trainer has replaced this one. It then must not push.
+            self._orchestrator.mark_trained(batches.step)
+            pushed = self._push(params, done) if done % config.push_every == 0 else None
             if pushed is not None:
-                told["push"] = {"bytes": pushed.bytes, "lost": len(pushed.lost)}
-                told["seconds"] = told["seconds"] | {"push": pushed.seconds}
-                if config.new_moments:
+                rl_metrics["push"] = {
+                    "bytes": pushed.sent_bytes,
+                    "lost": len(pushed.failed_engines),
+                }
+                rl_metrics["seconds"] = rl_metrics["seconds"] | {"push": pushed.duration_s}
+                if config.reset_optimizer:
                     state = reset_optimizer(state)
-        taken.step, self._params, self._early = done, state["params"], False
-        return state, metrics | told
+        batches.step, self._params, self._should_reset_moments = done, params, False
+        return state, metrics | rl_metrics
 
-    def _push(self, params, version: int, again: bool = False) -> Pushed | None:
-        """Gives engines the weights; again: those that need them. None: it reached none, and is tried again while there is no
-        batch."""
-        push = self._pusher.refresh if again else self._pusher.push
+    def _push(self, params, version: int, only_missing: bool = False) -> PushResult | None:
+        """Pushes the weights to the engines, or with only_missing to those that lack them.
+
+        Returns None if no engine took them, or none lacked them. A failed push is repeated while there is no batch.
+        """
+        push = self._pusher.refresh if only_missing else self._pusher.push
         try:
             pushed = push(params, version)
-        except NotPushed as error:
+        except PushFailed as error:
             _log.warning("%s", error)
             return None
         if pushed is not None:
-            self._hub.push(version, pushed.shown)
+            self._orchestrator.push(version, pushed.engine_checksum)
             self._version = version
         return pushed
 
     def _refresh(self) -> None:
-        """Nothing is sampled, perhaps, as no engine has the weights."""
+        """Pushes the weights to engines without them, since their lack may be the reason why no batch arrives."""
         before, done = self._version, self._batches.step
-        if self._push(self._params, done, again=True) and done != before:
-            self._early = self.config.new_moments
+        if self._push(self._params, done, only_missing=True) and done != before:
+            self._should_reset_moments = self.config.reset_optimizer
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
         count = self.config.evaluation.tasks
@@ -204,192 +234,236 @@ class Asynchronous(Stage):
             return None
 
         def evaluate(state, done):
-            del state, done  # the engines have its weights, or those of the last push
-            with _stopping(), self._batches.waits():
-                found = self._hub.evaluate(count)
-            rewards = {task: own["reward"] for task, own in found.items()}
+            del state, done  # the engines have these weights, or those of the last push
+            with _as_training_stopped(), self._batches.idle():
+                results = self._orchestrator.evaluate(count)
+            rewards = {task: result["reward"] for task, result in results.items()}
             rewards = {task: reward for task, reward in rewards.items() if reward is not None}
             if not rewards:
                 return {}
-            whole = {"held_out/reward": float(np.mean(list(rewards.values())))}
-            return whole | {f"held_out/{task}": reward for task, reward in rewards.items()}
+            mean = {"held_out/reward": float(np.mean(list(rewards.values())))}
+            return mean | {f"held_out/{task}": reward for task, reward in rewards.items()}
 
         return evaluate
 
 
-class Batches:
-    """The hub's batches as the learner reads them, of each the part `group` of `num_groups` equal ones of its rows.
+class OrchestratorBatches:
+    """Batches of the orchestrator, as rows for the learner; a `training.stages.BatchSource`.
 
     Attributes:
-      step: of the next one.
-      records, metrics: of the last one.
-      waiting: whether the trainer has nothing to do, as others are not done.
+      step: number of the next batch.
+      records: records of the last batch.
+      metrics: metrics of the last batch.
+      is_waiting: True while the trainer has nothing to do, because the orchestrator has no batch for it.
     """
 
     records: list[TokenRecord]
-    waiting = False
+    is_waiting = False
 
     def __init__(
         self,
-        config: AsynchronousConfig,
-        hub: Hub,
+        config: AsyncRlConfig,
+        orchestrator: GroupSource,
         group: int = 0,
         num_groups: int = 1,
         refresh: Callable[[], None] = lambda: None,
     ):
-        """refresh: called now and then while there is no batch."""
-        self._config, self._hub, self._refresh, self.step = config, hub, refresh, 0
+        """Creates the source of one process of a pod.
+
+        Args:
+          group, num_groups: the process gets part `group` of `num_groups` equal parts of a batch's rows.
+          refresh: called at intervals during the wait for a batch.
+        """
+        self._config, self._orchestrator, self._refresh = config, orchestrator, refresh
         self._group, self._num_groups = group, num_groups
-        self.metrics: dict = {}
+        self.step = 0
+        self.metrics: dict[str, Any] = {}
 
     def next(self, batch_size: int) -> Batch:
-        """The batch of `step`; ValueError, with what hinders it, if it does not come in time."""
+        """Returns the batch of `step`. Raises ValueError, with the blockers, if it does not arrive in time."""
         config, began = self._config, time.perf_counter()
         try:
-            with self.waits():
-                groups = self._taken()
+            with self.idle():
+                groups = self._wait_for_groups()
         except ServerError as error:
             raise ValueError(str(error)) from error
         if groups is None:
-            why = "; ".join(self._hub.hindered) or "the hub does not say why"
-            raise ValueError(f"no batch has come within {config.batch_seconds:g} s: {why}")
+            why = "; ".join(self._orchestrator.blockers) or "the orchestrator does not say why"
+            raise ValueError(f"no batch has arrived within {config.batch_timeout_s:g} s: {why}")
         waited = time.perf_counter() - began
         vocab_size = config.model.vocab_size
-        self.records = credited_rollouts(groups, config.credit, vocab_size)
+        self.records = assign_batch_credit(groups, config.credit, vocab_size)
         if not self.records:
-            # All are left out. The step is made, or hub and trainer would count differently; it has no gradient.
-            whole = dataclasses.replace(config.credit, drop_flat=False)
-            self.records = credited_rollouts(groups, whole, vocab_size)
+            # All groups were dropped. The step is still made, without a gradient, because otherwise orchestrator and
+            # trainer would count steps differently.
+            keep_all = dataclasses.replace(config.credit, drop_zero_variance_groups=False)
+            self.records = assign_batch_credit(groups, keep_all, vocab_size)
         multiple = batch_size * self._num_groups
-        batch, _ = lay_out(self.records, config.length, multiple, config.streams)
-        self.metrics = told(groups, self.step, self._hub.counts)
+        batch, _ = pack_records(self.records, config.length, multiple, config.streams)
+        self.metrics = batch_metrics(groups, self.step, self._orchestrator.counts)
         self.metrics["seconds"] = {"waiting": waited}
         rows = len(batch["token_ids"]) // self._num_groups
-        own = slice(rows * self._group, rows * (self._group + 1))
-        return {name: values[own] for name, values in batch.items()}
+        local_rows = slice(rows * self._group, rows * (self._group + 1))
+        return {name: values[local_rows] for name, values in batch.items()}
 
-    def _taken(self) -> list[Taken] | None:
-        left, most = self._config.batch_seconds, self._config.refresh_seconds
-        while (groups := self._hub.take(self.step, min(left, most))) is None and left > most:
-            left -= most
+    def _wait_for_groups(self) -> list[BatchGroup] | None:
+        """Returns the groups of the batch; None after batch_timeout_s."""
+        left, interval = self._config.batch_timeout_s, self._config.refresh_interval_s
+        while True:
+            groups = self._orchestrator.take(self.step, min(left, interval))
+            if groups is not None or left <= interval:
+                return groups
+            left -= interval
             self._refresh()
-        return groups
 
     @contextlib.contextmanager
-    def waits(self) -> Iterator[None]:
-        """See `waiting`."""
-        self.waiting = True
+    def idle(self) -> Iterator[None]:
+        """Sets `is_waiting` for the duration of the context."""
+        self.is_waiting = True
         try:
             yield
         finally:
-            self.waiting = False
+            self.is_waiting = False
 
     def state(self) -> dict:
-        return {}  # the hub has it, and asks the trainer's step alone
+        return {}  # the orchestrator's journal has the state; it needs only the trainer's step
 
     def check(self, state: dict) -> None:
-        """`Hub.begin` says what does not fit."""
+        """Does nothing, because `GroupSource.begin` checks the trainer's step."""
 
     def restore(self, state: dict) -> None:
-        """See `state`."""
+        """Does nothing, because `state` is empty."""
 
     def close(self) -> None:
-        """The hub is others'."""
+        """Does nothing, because the orchestrator belongs to another program."""
 
 
-class _OfPod:
-    """A hub that the first process of a pod asks, for all; its methods are those of `Hub`."""
+class FirstProcessClient:
+    """`GroupSource` of a pod: its first process sends the requests and broadcasts the replies, with token records as bytes."""
 
-    hindered: Sequence[str] = ()
+    blockers: Sequence[str] = ()
     counts: Mapping[str, int] = {}
 
-    def __init__(self, hub: Hub):
-        self._hub = hub
+    def __init__(self, orchestrator: GroupSource):
+        self._orchestrator = orchestrator
 
     def begin(self, step: int, version: int, checksum: str | None) -> None:
-        self._ask(lambda: self._hub.begin(step, version, checksum))
+        self._run_on_first(lambda: self._orchestrator.begin(step, version, checksum))
 
-    def take(self, step: int, seconds: float) -> list[Taken] | None:
-        def take():
-            groups = self._hub.take(step, seconds)
-            more = list(self._hub.hindered), dict(self._hub.counts)
-            return groups and list(map(told_taken, groups)), *more
+    def take(self, step: int, timeout_s: float) -> list[BatchGroup] | None:
+        def take() -> bytes:
+            groups = self._orchestrator.take(step, timeout_s)
+            members = {m.rollout_id: m for group in groups or () for m in group.members}
+            return msgspec.msgpack.encode(
+                {
+                    "groups": groups and [batch_group_to_json(group) for group in groups],
+                    "records": {name: encode_records(m.records) for name, m in members.items()},
+                    "blockers": list(self._orchestrator.blockers),
+                    "counts": dict(self._orchestrator.counts),
+                }
+            )
 
-        groups, self.hindered, self.counts = self._ask(take)
-        return groups and list(map(heard_taken, groups))
+        reply = msgspec.msgpack.decode(
+            self._run_on_first(take, multihost.broadcast_bytes_from_first)
+        )
+        self.blockers, self.counts = reply["blockers"], reply["counts"]
+        groups = reply["groups"]
+        if groups is None:
+            return None
+        return with_records([batch_group_from_json(group) for group in groups], reply["records"])
 
-    def trained(self, step: int) -> None:
-        self._ask(lambda: self._hub.trained(step))
+    def mark_trained(self, step: int) -> None:
+        self._run_on_first(lambda: self._orchestrator.mark_trained(step))
 
     def push(self, version: int, checksum: str | None) -> None:
-        self._ask(lambda: self._hub.push(version, checksum))
+        self._run_on_first(lambda: self._orchestrator.push(version, checksum))
 
     def evaluate(self, count: int) -> dict[str, dict]:
-        return self._ask(lambda: self._hub.evaluate(count))
+        return self._run_on_first(lambda: self._orchestrator.evaluate(count))
 
-    def _ask(self, what: Callable[[], Any]) -> Any:
-        def ask():
+    def _run_on_first(
+        self,
+        request: Callable[[], Any],
+        broadcast: Callable[[Callable[[], Any]], Any] = multihost.broadcast_from_first,
+    ) -> Any:
+        """Returns the result of request in the first process to all. Raises ServerError in all if it fails."""
+
+        def run():
+            # A broadcast passes on ValueError only.
             try:
-                return what()
+                return request()
             except ServerError as error:
                 raise ValueError(str(error)) from error
 
         try:
-            return multihost.broadcast_from_first(ask)
+            return broadcast(run)
         except ValueError as error:
             raise ServerError(str(error)) from error
 
 
-def told(groups: Sequence[Taken], step: int, counts: Mapping[str, int]) -> dict:
-    """Numbers of a batch: its groups, rewards by task and part, what was sampled, and how old it is; counts: the hub's
-    since the batch before, of groups that were dropped and environments that failed."""
-    rollouts: dict[str, list] = {}
+def batch_metrics(
+    groups: Sequence[BatchGroup], step: int, counts: Mapping[str, int]
+) -> dict[str, Any]:
+    """Returns the metrics of a batch: groups, rewards by task and part, lengths, endings and staleness.
+
+    counts: numbers of dropped groups and failed environments that the orchestrator counted since the last batch.
+    """
+    # Members without their copies.
+    by_task: dict[str, list[Trajectory]] = {}
     for group in groups:
-        rollouts.setdefault(group.task, []).extend(group.members[: len(group.baseline)])
-    members = [member for own in rollouts.values() for member in own]
+        by_task.setdefault(group.task, []).extend(group.members[: len(group.baseline)])
+    members = [member for task_members in by_task.values() for member in task_members]
+    num_with_copies = sum(len(group.members) for group in groups)
+    # Rewards by part.
     parts: dict[str, list[float]] = {}
     for member in members:
         for name, value in member.reward.parts.items():
             if value is not None:
                 parts.setdefault(name, []).append(value)
-    ages = [step - member.versions[0] for member in members]
-    spans = [member.versions[1] - member.versions[0] for member in members]
-    size = sum(len(group.members) for group in groups)
-    ended = counts.get("attempts/ended", 0)  # 0: all had come before the last batch was given out
-    failed = counts.get("attempts/failed", 0)
+    # Versions of the sampling weights.
+    versions = [member.versions for member in members]
+    ages = [step - sampled[0] for sampled in versions]
+    spans = [sampled[-1] - sampled[0] for sampled in versions]
+    summaries = [member.summary for member in members if member.summary is not None]
+    # 0 if no attempt has ended since the last batch was released.
+    num_ended = counts.get("attempts/ended", 0)
+    num_failed = counts.get("attempts/failed", 0)
     return {
-        # By which it can be checked that nothing is learnt twice.
+        # Shows that no group is trained on twice.
         "group": {"order": np.array([group.order for group in groups])},
         "reward": {
-            "mean": float(np.mean([member.reward.value for member in members])),
-            **{
-                task: float(np.mean([m.reward.value for m in own]))
-                for task, own in rollouts.items()
-            },
+            "mean": _mean_reward(members),
+            **{task: _mean_reward(task_members) for task, task_members in by_task.items()},
         },
         "reward_part": {name: float(np.mean(values)) for name, values in parts.items()},
-        "share": {task: len(own) / len(members) for task, own in rollouts.items()},
+        "share": {task: len(task_members) / len(members) for task, task_members in by_task.items()},
         "rollout": {
-            "tokens": float(np.mean([sum(r.loss_mask.sum() for r in m.records) for m in members])),
-            "truncated": float(np.mean([m.records[-1].status == "truncated" for m in members])),
-            "used_tools": float(np.mean([used_tools(m.messages) for m in members])),
-            "flat_groups": float(np.mean([len(set(group.baseline)) < 2 for group in groups])),
-            "padded": 1 - len(members) / size,
-            **({"environment_errors": failed / ended} if ended else {}),
-            "seconds": float(np.mean([member.seconds for member in members])),
+            "tokens": float(np.mean([summary.num_trained_tokens for summary in summaries])),
+            "truncated": float(np.mean([summary.is_truncated for summary in summaries])),
+            "used_tools": float(np.mean([member.has_used_tools for member in members])),
+            "zero_variance_groups": float(
+                np.mean([len(set(group.baseline)) < 2 for group in groups])
+            ),
+            "padded": 1 - len(members) / num_with_copies,
+            **({"environment_errors": num_failed / num_ended} if num_ended else {}),
+            "seconds": float(np.mean([member.duration_s for member in members])),
         },
-        "dropped": {why: float(counts.get(f"groups/{why}", 0)) for why in DROPPED},
-        # Beside those of the step, which a dictionary would replace.
+        "dropped": {reason: float(counts.get(f"groups/{reason}", 0)) for reason in DROP_REASONS},
+        # With a slash, because a nested "policy" would replace the metrics of the step.
         "policy/staleness": float(max(ages)),
         "policy/staleness_mean": float(np.mean(ages)),
         "policy/version_span": float(max(spans)),
     }
 
 
+def _mean_reward(members: Sequence[Trajectory]) -> float:
+    return float(np.mean([m.reward.value for m in members if m.reward.value is not None]))
+
+
 @contextlib.contextmanager
-def _stopping() -> Iterator[None]:
-    """What servers cannot do ends the run as any other reason does, with its last checkpoint."""
+def _as_training_stopped() -> Iterator[None]:
+    """Turns failures of servers into TrainingStopped, so that the run ends with its last checkpoint."""
     try:
         yield
-    except (ServerError, NotPushed) as error:
+    except (ServerError, PushFailed) as error:
         raise TrainingStopped(str(error)) from error

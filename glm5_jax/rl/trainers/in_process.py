@@ -1,129 +1,140 @@
-"""A hub and its engine in the trainer's own process: what learns while others sample, without others and without a clock.
+"""Runs orchestrator and engine of the asynchronous trainer in its own process, without other programs or a clock.
 
-    hub = InProcess(config, world, tokenizer)
-    Asynchronous(config, workdir, hub, hub.pusher).run()
+    orchestrator = InProcessOrchestrator(config, suite, tokenizer)
+    AsyncRlTrainer(config, workdir, orchestrator, orchestrator.pusher).run()
 
-Whenever a batch is asked for, all groups are sampled that may be outstanding by then, so that samples are as old as
-`max_staleness` lets them be, and the same seed is the same run, bit by bit. For comparisons, notebooks and tests.
+Each request for a batch samples all groups that may be outstanding by then. Samples are therefore as old as
+`max_staleness` allows, and the same seed gives the same run, bit by bit. Used for comparisons, notebooks and tests.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
-from glm5_jax.rl.orchestrator.group_buffer import Admitted, Buffer
+from glm5_jax.model.lora import without_adapters
+from glm5_jax.rl.orchestrator.group_buffer import GroupBuffer, GroupTicket
 from glm5_jax.rl.rollouts.rollout import Rollouts
-from glm5_jax.rl.trainers.async_trainer import AsynchronousConfig
-from glm5_jax.rl.trainers.sync_trainer import World, judge, mean_reward
-from glm5_jax.rl.trajectory import Group, Taken, Trajectory
-from glm5_jax.rl.types import Attempt, Message, Reward, Task
-from glm5_jax.rl.weights.pusher import Pushed
-from glm5_jax.rl.weights.reshard import Reshard
+from glm5_jax.rl.trainers.async_trainer import AsyncRlConfig
+from glm5_jax.rl.trainers.sync_trainer import TaskSuite, judge, mean_reward
+from glm5_jax.rl.trajectory import BatchGroup, Group, Trajectory, summarize_records
+from glm5_jax.rl.types import Attempt, Reward, Task, has_used_tools
+from glm5_jax.rl.weights.pusher import PushResult
+from glm5_jax.rl.weights.reshard import ReshardPusher
 from glm5_jax.runtime.coroutines import run_sync
 from glm5_jax.text.tokenizer import Tokenizer
 
 
-class InProcess:
-    """A hub, as `asynchronous.Hub` says; its tasks, tools and verifier are the world's.
+class InProcessOrchestrator:
+    """Orchestrator in the trainer's process, an `async_trainer.GroupSource`; the suite has tasks, tools and verifier.
 
     Attributes:
-      buffer: decides what may begin, and what is given out.
-      pusher: takes the trainer's weights to the engine, which begins with the first.
+      buffer: admits groups and releases batches.
+      pusher: sends the trainer's weights to the engine, which the first push creates.
     """
 
-    hindered = ()
+    blockers: Sequence[str] = ()
     counts: Mapping[str, int] = {}
 
-    def __init__(self, config: AsynchronousConfig, world: World, tokenizer: Tokenizer):
-        self._config, self._world, self._tokenizer = config, world, tokenizer
-        self.buffer, self.pusher = Buffer(config.buffer()), _Pusher(config, tokenizer)
+    def __init__(self, config: AsyncRlConfig, suite: TaskSuite, tokenizer: Tokenizer):
+        self._config, self._suite, self._tokenizer = config, suite, tokenizer
+        self.buffer, self.pusher = (
+            GroupBuffer(config.make_buffer_config()),
+            _Pusher(config, tokenizer),
+        )
 
     def begin(self, step: int, version: int, checksum: str | None = None) -> None:
         self.buffer.begin(step, version, checksum)
 
-    def take(self, step: int, seconds: float) -> list[Taken] | None:
-        """See `Hub`; a batch is there as soon as it is asked for."""
-        if room := self.buffer.room():
-            tasks = self._world.tasks.draw(room)
+    def take(self, step: int, timeout_s: float) -> list[BatchGroup] | None:
+        """Returns the batch of `step`, which it samples now if necessary."""
+        if room := self.buffer.num_admissible():
+            tasks = self._suite.tasks.draw(room)
             self._sample(tasks, [self.buffer.admit(task.kind, 0) for task in tasks])
-        found = self.buffer.take(step)
-        self.counts = self.buffer.counted(step)
-        return found
+        groups = self.buffer.take(step)
+        self.counts = self.buffer.batch_counts(step)
+        return groups
 
-    def trained(self, step: int) -> None:
-        self.buffer.trained(step)
+    def mark_trained(self, step: int) -> None:
+        self.buffer.mark_trained(step)
 
     def push(self, version: int, checksum: str | None = None) -> None:
         self.buffer.push(version, checksum)
 
-    def evaluate(self, count: int) -> dict[str, dict]:
-        found, own = {}, self._config.evaluation
-        rollouts = self._rollouts(own.temperature)
-        for kind, tasks in self._world.held_out.items():
-            groups = rollouts.sample(tasks[:count], 0, group=own.group)
-            run_sync(judge(groups, self._world, self._config.judged_at_once))
-            found[kind] = {"reward": mean_reward(groups), "count": len(groups), "failed": 0}
-        return found
+    def evaluate(self, count: int) -> dict[str, dict[str, Any]]:
+        results, config = {}, self._config.evaluation
+        rollouts = self._rollouts(config.temperature)
+        for kind, tasks in self._suite.held_out.items():
+            groups = rollouts.sample(tasks[:count], 0, group=config.group)
+            run_sync(judge(groups, self._suite, self._config.reward_concurrency))
+            results[kind] = {"reward": mean_reward(groups), "count": len(groups), "failed": 0}
+        return results
 
-    def attempts(self, tasks: Sequence[Task], first: int) -> list[Group]:
-        """Judged attempts at the tasks, by the newest weights. first: how many tasks came before these."""
+    def sample_judged_groups(self, tasks: Sequence[Task], first: int) -> list[Group]:
+        """Returns judged attempts at the tasks, sampled with the newest weights. first: number of earlier tasks."""
         config = self._config
         rollouts = self._rollouts(config.policy.temperature)
         groups = rollouts.sample(tasks, config.seed, first=first)
-        run_sync(judge(groups, self._world, config.judged_at_once))
+        run_sync(judge(groups, self._suite, config.reward_concurrency))
         return groups
 
     def _rollouts(self, temperature: float) -> Rollouts:
-        more = self._config.rollout, temperature, self._world.tools
-        return Rollouts(self.pusher.engine, self._tokenizer, *more)
+        options = self._config.rollout, temperature, self._suite.tools
+        return Rollouts(self.pusher.engine, self._tokenizer, *options)
 
-    def _sample(self, tasks: Sequence[Task], admitted: Sequence[Admitted]) -> None:
-        """All at once: seeds follow from the order, in which groups stand that have not been admitted before."""
-        first = admitted[0].order
-        if [own.order for own in admitted] != list(range(first, first + len(admitted))):
-            raise ValueError("a group was dropped; let the verifier of the world have no failures")
-        for own, group in zip(admitted, self.attempts(tasks, first)):
+    def _sample(self, tasks: Sequence[Task], tickets: Sequence[GroupTicket]) -> None:
+        """Samples the tasks and fills the buffer. Seeds follow from the order, so every ticket must be a new one."""
+        first = tickets[0].order
+        if [ticket.order for ticket in tickets] != list(range(first, first + len(tickets))):
+            raise ValueError("a group was dropped; let the verifier of the suite have no failures")
+        for ticket, group in zip(tickets, self.sample_judged_groups(tasks, first)):
             members = zip(group.records, group.rewards, group.attempts, strict=True)
-            asked = group.task.messages
             self.buffer.put(
-                own.group_id,
-                [_trajectory(own, place, asked, *each) for place, each in enumerate(members)],
+                ticket.group_id,
+                [_make_trajectory(ticket, index, *m) for index, m in enumerate(members)],
             )
 
 
-def _trajectory(
-    own: Admitted,
-    place: int,
-    asked: tuple[Message, ...],
+def _make_trajectory(
+    ticket: GroupTicket,
+    index: int,
     record: TokenRecord,
     reward: Reward,
     attempt: Attempt,
 ) -> Trajectory:
-    name = f"{own.group_id}-{place}"
-    record = dataclasses.replace(record, group_id=own.group_id, rollout_id=name)
-    messages = (*asked, *attempt.messages)
-    return Trajectory(name, own.group_id, own.task, own.number, messages, reward, (record,))
+    name = f"{ticket.group_id}-{index}"
+    record = dataclasses.replace(record, group_id=ticket.group_id, rollout_id=name)
+    return Trajectory(
+        rollout_id=name,
+        group_id=ticket.group_id,
+        task=ticket.task,
+        number=ticket.number,
+        reward=reward,
+        summary=summarize_records((record,)),
+        records=(record,),
+        has_used_tools=has_used_tools(attempt.messages),
+    )
 
 
 class _Pusher:
-    """Weights to an engine that is made for the first of them."""
+    """Pusher to one engine, which the first push creates with its weights."""
 
     engine: Engine
 
-    def __init__(self, config: AsynchronousConfig, tokenizer: Tokenizer):
+    def __init__(self, config: AsyncRlConfig, tokenizer: Tokenizer):
         self._config, self._tokenizer = config, tokenizer
-        self._reshard: Reshard | None = None
+        self._reshard: ReshardPusher | None = None
 
-    def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
+    def push(self, params, version: int, *, rewind: bool = False) -> PushResult:
         if self._reshard is None:
-            model = glm5.Glm5(self._config.model, params=params, param_dtype="float32")
-            options = dataclasses.asdict(self._config.engine)
-            self.engine = Engine(model, self._tokenizer, version=version, **options)
-            # Weights of its own: the learner writes over those that it was made with.
-            self._reshard = Reshard([self.engine])
+            cfg = without_adapters(self._config.model)
+            model = glm5.Glm5(cfg, params=params, param_dtype="float32")
+            self.engine = Engine(model, self._tokenizer, self._config.engine, version=version)
+            # The engine needs a copy of the weights, because the learner overwrites those that it was created with.
+            self._reshard = ReshardPusher([self.engine])
         return self._reshard.push(params, version, rewind=rewind)
 
-    def refresh(self, params, version: int) -> Pushed | None:
-        return self._reshard.refresh(params, version)
+    def refresh(self, params, version: int) -> PushResult | None:
+        return None if self._reshard is None else self._reshard.refresh(params, version)

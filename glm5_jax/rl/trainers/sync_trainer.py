@@ -1,4 +1,7 @@
-"""A stage that learns from its own attempts: sample, judge, credit, learn; then the same with the new weights."""
+"""Trainer of on-policy RL in one process: samples attempts, judges them, assigns credit, updates the weights, repeats.
+
+The engine runs in the trainer's process, on the devices of the learner. It gets the new weights after each update.
+"""
 
 import asyncio
 import contextlib
@@ -7,7 +10,7 @@ import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -18,23 +21,24 @@ from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
-from glm5_jax.rl.algorithm.batch import lay_out
-from glm5_jax.rl.algorithm.credit import credited, distilled
+from glm5_jax.model.lora import merge_adapters, without_adapters
+from glm5_jax.rl.algorithm.batch import pack_records
+from glm5_jax.rl.algorithm.credit import assign_credit, make_distillation_records
 from glm5_jax.rl.config import RlConfig, Teacher
 from glm5_jax.rl.rollouts.rollout import Rollouts, Tools, check_task
-from glm5_jax.rl.trainers.mismatch_monitor import agreement
+from glm5_jax.rl.trainers.mismatch_monitor import check_mismatch
 from glm5_jax.rl.trajectory import Group
-from glm5_jax.rl.types import Attempt, Reward, Task, Verifier, used_tools
-from glm5_jax.rl.weights.reshard import Reshard
+from glm5_jax.rl.types import Attempt, Reward, Task, Verifier, has_used_tools
+from glm5_jax.rl.weights.reshard import ReshardPusher
 from glm5_jax.runtime.coroutines import run_sync
 from glm5_jax.training.stages import BatchSource, Stage
 from glm5_jax.training.step import Step, make_step
 
-MOST_EMPTY = 10  # batches in a row without anything to learn from
+MAX_EMPTY_BATCHES = 10  # in a row, without a record to train on
 
 
 class TaskSource(Protocol):
-    """Which tasks come next (`envs.task_mixture.TaskMixture`)."""
+    """Source of training tasks; `envs.task_mixture.TaskMixture` documents its methods."""
 
     def draw(self, count: int) -> list[Task]: ...
 
@@ -47,84 +51,105 @@ class TaskSource(Protocol):
     def restore(self, state: Mapping) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class World:
-    """What a policy is put into. tasks: to learn from; held_out: by kind, to be evaluated on; verify: judges attempts;
-    tools: answers their calls; texts: conversations whose replies are learnt as they stand, `RlConfig.texts` in every
-    batch; judging: entered while attempts are judged; close: ends what these have started."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSuite:
+    """Tasks of a run, with their verifier and tools.
+
+    Attributes:
+      tasks: source of training tasks.
+      held_out: tasks for evaluation, by kind.
+      verify: judge of attempts.
+      tools: runs the policy's tool calls; None: no tools.
+      conversations: conversations for supervised training; every batch has `RlConfig.sft_rows` of their records.
+      judging: context that is open while attempts are judged.
+      close: releases the resources of the others.
+    """
 
     tasks: TaskSource
     held_out: Mapping[str, Sequence[Task]]
     verify: Verifier
     tools: Tools | None = None
-    texts: Sequence[Conversation] = ()
+    conversations: Sequence[Conversation] = ()
     judging: Callable[[], AbstractAsyncContextManager] = contextlib.nullcontext
     close: Callable[[], None] = lambda: None
 
 
-class Reinforcement(Stage):
-    """Learning from attempts that an engine makes in this process, on the devices of the learner.
+class SyncRlTrainer(Stage[RlConfig]):
+    """Trains on attempts that an engine in the same process makes, on the devices of the learner.
 
     Attributes:
-      world: tasks, their verifier and their tools.
+      suite: tasks with their verifier and tools.
     """
 
     def __init__(
         self,
         config: RlConfig,
         workdir,
-        world: World,
-        known: Sequence[Task] = (),
+        suite: TaskSuite,
+        checked_tasks: Sequence[Task] = (),
         step_maker: Callable[..., Step] = make_step,
         previous_stage: Stage | None = None,
     ):
-        """known: tasks that are checked before anything starts."""
-        self.world, self._known, self._previous_stage = world, known, previous_stage
+        """Creates the stage. checked_tasks: tasks that are checked before anything starts."""
+        self.suite, self._checked_tasks, self._previous_stage = suite, checked_tasks, previous_stage
         super().__init__(config, workdir, step_maker, previous_stage)
 
     def _check(self) -> None:
+        """Raises ValueError if processes, lengths, teachers, conversations, tasks or verifier do not fit the config."""
         config = self.config
         if jax.process_count() > 1:
             raise ValueError(
                 f"the engine of {config.name} runs in one process and this pod has {jax.process_count()}; start it "
                 "in one, on all devices of a host"
             )
+        # Lengths.
         if (longest := config.engine.max_length or config.length) > config.length:
             raise ValueError(
                 f"engine.max_length is {longest} and length {config.length}; an attempt must fit a row"
             )
-        self._engine_options = dataclasses.asdict(config.engine) | {"max_length": longest}
-        taught = {teacher.origin for teacher in config.teachers}
-        for task in self._known:
-            if taught and not {task.origin, ""} & taught:
+        self._engine_config = dataclasses.replace(config.engine, max_length=longest)
+        # Teachers.
+        origins = {teacher.origin for teacher in config.teachers}
+        for task in self._checked_tasks:
+            if origins and not {task.origin, ""} & origins:
                 raise ValueError(
-                    f"task {task.id!r} is of origin {task.origin!r}, and there are teachers of {sorted(taught)}; add "
+                    f"task {task.id!r} is of origin {task.origin!r}, and there are teachers of {sorted(origins)}; add "
                     'one, or one of ""'
                 )
-        if bool(config.texts) != bool(self.world.texts):
+        # Conversations.
+        if bool(config.sft_rows) != bool(self.suite.conversations):
             raise ValueError(
-                f"texts is {config.texts} and there are {len(self.world.texts)} texts; give some, and how many of them "
-                "a batch has"
+                f"sft_rows is {config.sft_rows} and there are {len(self.suite.conversations)} conversations; give both "
+                "conversations and their number in a batch, or neither"
             )
-        self._texts = [
+        self._sft_records = [
             record
-            for text in self.world.texts
-            for record in make_records(text, self.tokenizer, variant=config.chat_variant)
+            for conversation in self.suite.conversations
+            for record in make_records(conversation, self.tokenizer, variant=config.chat_variant)
         ]
-        if wrong := [len(record) for record in self._texts if len(record) > config.length]:
+        if too_long := [len(record) for record in self._sft_records if len(record) > config.length]:
             raise ValueError(
-                f"a text has {wrong[0]} tokens and a row {config.length}; raise length, or leave it out"
+                f"a conversation has {too_long[0]} tokens and a row {config.length}; raise length, or leave it out"
             )
-        for task in (*self._known, *(t for tasks in self.world.held_out.values() for t in tasks)):
-            check_task(task, self.tokenizer, config.rollout, longest, self.world.tools)
+        # Tasks.
+        for task in (
+            *self._checked_tasks,
+            *(t for tasks in self.suite.held_out.values() for t in tasks),
+        ):
+            check_task(task, self.tokenizer, config.rollout, longest, self.suite.tools)
         self._check_verifier()
 
     def _check_verifier(self) -> None:
-        """ValueError if nobody can judge a kind of task, as nothing would ever be learnt of it, in silence: of an attempt
-        that says nothing there is something to say, unless what judges fails."""
-        first = {task.kind: task for task in reversed(self._known)}
-        groups = [Group(task, [Attempt(())], []) for task in first.values()]
-        run_sync(judge(groups, self.world, self.config.judged_at_once))
+        """Raises ValueError if no verifier can judge a kind of task.
+
+        Otherwise training would silently learn nothing from that kind. An attempt without messages has a reward unless
+        the verifier itself fails.
+        """
+        first = {task.kind: task for task in reversed(self._checked_tasks)}
+        groups = [
+            Group(task=task, attempts=[Attempt(messages=())], records=[]) for task in first.values()
+        ]
+        run_sync(judge(groups, self.suite, self.config.reward_concurrency))
         for group in groups:
             [reward] = group.rewards
             if reward.value is None:
@@ -139,7 +164,7 @@ class Reinforcement(Stage):
         config = self.config
         self._teachers = {}
         for teacher in config.teachers:
-            if self._is_to_come(teacher):
+            if self._is_pending(teacher):
                 continue
             try:
                 self._teachers[teacher.origin] = models.open_weights(
@@ -149,16 +174,19 @@ class Reinforcement(Stage):
                 raise ValueError(
                     f"the teacher of {teacher.origin!r}: {error}; set its checkpoint in --experiment.teachers"
                 ) from None
-        self._attempts = Attempts(config, self.world, self._texts)
-        return self._attempts
+        self._rollout_source = RolloutSource(config, self.suite, self._sft_records)
+        return self._rollout_source
 
-    def _is_to_come(self, teacher: Teacher) -> bool:
-        """Whether it is a stage of the same run that has saved nothing yet, while the one before this has still to train."""
+    def _is_pending(self, teacher: Teacher) -> bool:
+        """Returns True if the teacher is a stage of the same run that has saved no checkpoint yet.
+
+        Its checkpoint may be missing only while the stage before this one has still to train.
+        """
         if self._previous_stage is None or self._previous_stage.is_finished:
             return False
         path = pathlib.Path(teacher.checkpoint)
-        its_run = path.parent == self._previous_stage.workdir.parent
-        return its_run and store.latest_step(path) is None
+        is_same_run = path.parent == self._previous_stage.workdir.parent
+        return is_same_run and store.latest_step(path) is None
 
     def _rows(self, tokens_seen: int) -> int:
         return self.config.rows
@@ -169,234 +197,266 @@ class Reinforcement(Stage):
 
     def _begin(self, state: dict) -> None:
         config, self._done = self.config, int(state["step"])
+        params = merge_adapters(state["params"], config.model)
         model = glm5.Glm5(
-            config.model,
-            params=state["params"],
+            without_adapters(config.model),
+            params=params,
             param_dtype="float32",
             mesh=self._mesh,
         )
-        self._engine = Engine(model, self.tokenizer, version=self._done, **self._engine_options)
-        # Weights of its own: the learner writes over those that it was made with.
-        self._pusher = Reshard([self._engine])
-        self._pusher.push(state["params"], self._done)
-        more = self.tokenizer, config.rollout
-        tools = self.world.tools
-        self._attempts.rollouts = Rollouts(self._engine, *more, config.policy.temperature, tools)
-        self._examined = Rollouts(self._engine, *more, config.evaluation.temperature, tools)
+        self._engine = Engine(model, self.tokenizer, self._engine_config, version=self._done)
+        # The engine needs a copy of the weights, because the learner overwrites those that it was created with.
+        self._pusher = ReshardPusher([self._engine])
+        self._pusher.push(params, self._done)
+        options = self.tokenizer, config.rollout
+        tools = self.suite.tools
+        self._rollout_source.rollouts = Rollouts(
+            self._engine, *options, config.policy.temperature, tools
+        )
+        self._eval_rollouts = Rollouts(self._engine, *options, config.evaluation.temperature, tools)
         teachers = {origin: load() for origin, load in self._teachers.items()}
 
         def score(origin: str, batch: Batch) -> np.ndarray:
             params = teachers[origin if origin in teachers else ""]
             return np.asarray(self._step.score(params, self._place(batch)))
 
-        self._attempts.score = score if teachers else None
+        self._rollout_source.score = score if teachers else None
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
-        told = self._agreement(state["params"])
-        told["policy/staleness"] = staleness(self._attempts.records, self._done)
+        rl_metrics = self._check_mismatch(state["params"])
+        rl_metrics["policy/staleness"] = compute_staleness(self._rollout_source.records, self._done)
         state, metrics = super()._update(state, batch)
         self._done += 1
-        self._pusher.push(state["params"], self._done)
-        return state, metrics | self._attempts.metrics | told
+        self._pusher.push(merge_adapters(state["params"], self.config.model), self._done)
+        return state, metrics | self._rollout_source.metrics | rl_metrics
 
-    def _agreement(self, params) -> dict[str, float]:
-        """How far the engine, which still has the weights that sampled the batch, agrees with the learner."""
+    def _check_mismatch(self, params) -> dict[str, float]:
+        """Returns the mismatch metrics of engine and learner; the engine still has the weights that sampled the batch."""
         config, began = self.config, time.perf_counter()
-        told = agreement(
+        metrics = check_mismatch(
             params,
-            self._attempts.records,
+            self._rollout_source.records,
             self._engine,
             config.model,
-            config.agreement,
+            config.mismatch,
             execution=config.step.execution(),
             chunk=config.step.loss_chunk,
             temperature=config.policy.temperature,
             mesh=self._mesh,
         )
-        return told and told | {"seconds/agreement": time.perf_counter() - began}
+        return metrics and metrics | {"seconds/mismatch": time.perf_counter() - began}
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
         config = self.config.evaluation
-        held_out = {kind: tasks for kind, tasks in self.world.held_out.items() if tasks}
+        held_out = {kind: tasks for kind, tasks in self.suite.held_out.items() if tasks}
         if not (config.tasks and held_out):
             return None
 
         def evaluate(state, done):
-            del state, done  # the engine has its weights
-            found, made = {}, []
+            del state, done  # the engine has these weights
+            rewards, all_groups = {}, []
             for kind, tasks in held_out.items():
-                groups = self._examined.sample(tasks[: config.tasks], 0, group=config.group)
-                run_sync(judge(groups, self.world, self.config.judged_at_once))
-                found[f"held_out/{kind}"] = mean_reward(groups)
-                made += groups
-            whole = {"held_out/reward": float(np.mean(list(found.values())))}
-            parts = {f"held_out_part/{name}": value for name, value in _parts(made).items()}
-            return whole | found | parts
+                groups = self._eval_rollouts.sample(tasks[: config.tasks], 0, group=config.group)
+                run_sync(judge(groups, self.suite, self.config.reward_concurrency))
+                rewards[f"held_out/{kind}"] = mean_reward(groups)
+                all_groups += groups
+            mean = {"held_out/reward": float(np.mean(list(rewards.values())))}
+            parts = {
+                f"held_out_part/{name}": value for name, value in _mean_parts(all_groups).items()
+            }
+            return mean | rewards | parts
 
         return evaluate
 
 
-class Attempts:
-    """Batches of what was attempted with the newest weights, as the learner reads them.
+class RolloutSource:
+    """Batches of judged attempts by the newest weights, as rows for the learner; a `training.stages.BatchSource`.
 
     Attributes:
-      rollouts: makes attempts.
-      score: the log-probs that the teacher of an origin gives to a batch's tokens; None: there is none.
-      records, metrics: of the last batch.
+      rollouts: samples attempts.
+      score: log-probs of a batch's tokens under the teacher of an origin; None: no teachers.
+      records: records of the last batch.
+      metrics: metrics of the last batch.
     """
 
     rollouts: Rollouts
     score: Callable[[str, Batch], np.ndarray] | None
     records: list[TokenRecord]
 
-    def __init__(self, config: RlConfig, world: World, texts: Sequence[TokenRecord] = ()):
-        """texts: records of the world's."""
-        self._config, self._world, self._texts = config, world, texts
-        self._made = 0  # batches
-        self.metrics: dict = {}
+    def __init__(self, config: RlConfig, suite: TaskSuite, sft_records: Sequence[TokenRecord] = ()):
+        """Creates the source. sft_records: records of the suite's conversations."""
+        self._config, self._suite, self._sft_records = config, suite, sft_records
+        self._num_batches = 0
+        self.metrics: dict[str, Any] = {}
 
     def next(self, batch_size: int) -> Batch:
-        """The next batch, whose rows are a multiple of batch_size; ValueError if nothing can be learnt from many."""
-        for _ in range(MOST_EMPTY):
-            groups = self._collect()
-            if records := self._records(groups):
-                first = (self._made - 1) * self._config.texts
-                numbers = range(first, first + self._config.texts)
-                records += [self._texts[i % len(self._texts)] for i in numbers]
-                self.records = records
+        """Returns the next batch, whose number of rows is a multiple of batch_size.
+
+        Raises ValueError if `MAX_EMPTY_BATCHES` batches in a row have no record to train on.
+        """
+        config = self._config
+        rewards: list[Reward] = []
+        for _ in range(MAX_EMPTY_BATCHES):
+            groups = self._sample_groups()
+            if records := self._credit(groups):
+                first = (self._num_batches - 1) * config.sft_rows
+                indices = range(first, first + config.sft_rows)
+                records += [self._sft_records[i % len(self._sft_records)] for i in indices]
                 if self.score is not None:
-                    self.records = records = self._taught(groups, records, batch_size)
-                config = self._config
-                batch, _ = lay_out(records, config.length, batch_size, config.streams)
+                    records = self._add_teacher_logprobs(groups, records, batch_size, self.score)
+                self.records = records
+                batch, _ = pack_records(records, config.length, batch_size, config.streams)
                 return batch
-        rewards = [reward for group in groups for reward in group.rewards]
-        errors = [reward.error for reward in rewards if reward.value is None]
-        why = f"of the last one's {len(rewards)} attempts {len(errors)} have no reward"
-        if errors:
-            why += f": {sorted(set(errors))[:3]}"
-        if len(errors) < len(rewards):
-            why += (
-                "; the others are worth the same in all of their group, which credit.drop_flat leaves out; give tasks "
-                "that are solved at times, or larger groups"
-            )
-        raise ValueError(f"{MOST_EMPTY} batches in a row had nothing to learn from; {why}")
+            rewards = [reward for group in groups for reward in group.rewards]
+        raise ValueError(
+            f"{MAX_EMPTY_BATCHES} batches in a row had nothing to train on; {_explain_empty(rewards)}"
+        )
 
     def state(self) -> dict:
-        return {"made": self._made, "tasks": self._world.tasks.state()}
+        return {"made": self._num_batches, "tasks": self._suite.tasks.state()}
 
     def check(self, state: dict) -> None:
-        """`restore` says what does not fit."""
+        """Does nothing, because `restore` raises for a state that does not fit."""
 
     def restore(self, state: dict) -> None:
-        self._made = state["made"]
-        self._world.tasks.restore(state["tasks"])
+        self._num_batches = state["made"]
+        self._suite.tasks.restore(state["tasks"])
 
     def close(self) -> None:
-        self._world.close()
+        self._suite.close()
 
-    def _collect(self) -> list[Group]:
-        config, number = self._config, self._made
-        self._made += 1
+    def _sample_groups(self) -> list[Group]:
+        """Samples and judges the attempts of the next batch."""
+        config, number = self._config, self._num_batches
+        self._num_batches += 1
         began = time.perf_counter()
         count = config.rollout.prompts
-        tasks = self._world.tasks.draw(count)
+        tasks = self._suite.tasks.draw(count)
         groups = self.rollouts.sample(tasks, config.seed, first=number * count, name=f"{number}-")
         sampled = time.perf_counter()
-        run_sync(judge(groups, self._world, config.judged_at_once))
-        self.metrics = told(groups) | {
+        run_sync(judge(groups, self._suite, config.reward_concurrency))
+        self.metrics = batch_metrics(groups) | {
             "seconds": {"rollout": sampled - began, "judging": time.perf_counter() - sampled}
         }
         return groups
 
-    def _records(self, groups: list[Group]):
+    def _credit(self, groups: list[Group]) -> list[TokenRecord]:
+        """Returns the records to train on. Accepts the tasks that have some, and drops the others."""
         config, records = self._config, []
         for group in groups:
-            if config.learns == "teachers":
-                found = distilled([group], config.credit)
+            if config.objective == "teachers":
+                credited = make_distillation_records([group], config.credit)
             else:
-                found = credited([group], config.credit, config.model.vocab_size)
-            (self._world.tasks.accept if found else self._world.tasks.drop)(group.task)
-            records += found
+                credited = assign_credit([group], config.credit, config.model.vocab_size)
+            (self._suite.tasks.accept if credited else self._suite.tasks.drop)(group.task)
+            records += credited
         return records
 
-    def _taught(
-        self, groups: list[Group], records: list[TokenRecord], count: int
+    def _add_teacher_logprobs(
+        self,
+        groups: list[Group],
+        records: list[TokenRecord],
+        num_rows: int,
+        score: Callable[[str, Batch], np.ndarray],
     ) -> list[TokenRecord]:
-        """With ref_logp of the teacher of each one's task, which reads those of its tasks alone, so many rows at once: one
-        program serves all batches."""
+        """Returns the records with ref_logp of the teacher of their task's origin.
+
+        A teacher reads only the records of its tasks, num_rows rows at a time, so that one program serves all batches.
+        """
         length, began = self._config.length, time.perf_counter()
+        # Records by origin. SFT records have no ref_kl_weight.
         origins = {group.task.id: group.task.origin for group in groups}
-        read: dict[str, list[TokenRecord]] = {}
+        by_origin: dict[str, list[TokenRecord]] = {}
         for record in records:
-            if record.ref_kl_weight is not None:  # a text has none
-                read.setdefault(origins[record.task_id], []).append(record)
-        taught = {}
-        for origin, own in read.items():
-            batch, rows = lay_out(own, length, count, ("token_ids",))
-            for first in range(0, len(rows), count):
-                part = {name: stream[first : first + count] for name, stream in batch.items()}
-                for logp, placed in zip(self.score(origin, part), rows[first:]):
-                    ends = np.cumsum([len(record) for record in placed])
-                    for record, found in zip(placed, np.split(logp, ends)):
-                        found = np.where(record.loss_mask, found, np.nan)
-                        taught[id(record)] = dataclasses.replace(record, ref_logp=found)
+            if record.ref_kl_weight is not None:
+                by_origin.setdefault(origins[record.task_id], []).append(record)
+        # Log-probs, a few rows at a time.
+        scored: dict[int, TokenRecord] = {}
+        for origin, origin_records in by_origin.items():
+            batch, rows = pack_records(origin_records, length, num_rows, ("token_ids",))
+            for first in range(0, len(rows), num_rows):
+                part = {name: stream[first : first + num_rows] for name, stream in batch.items()}
+                for row_logp, row in zip(score(origin, part), rows[first:]):
+                    ends = np.cumsum([len(record) for record in row])
+                    for record, logp in zip(row, np.split(row_logp, ends)):
+                        logp = np.where(record.loss_mask, logp, np.nan)
+                        scored[id(record)] = dataclasses.replace(record, ref_logp=logp)
         self.metrics["seconds"]["teachers"] = time.perf_counter() - began
-        return [taught.get(id(record), record) for record in records]
+        return [scored.get(id(record), record) for record in records]
 
 
-async def judge(groups: Sequence[Group], world: World, at_once: int) -> None:
-    """Gives every attempt its reward, so many at once."""
-    turns = asyncio.Semaphore(at_once)
+def _explain_empty(rewards: Sequence[Reward]) -> str:
+    """Returns why attempts with these rewards left nothing to train on."""
+    errors = [reward.error for reward in rewards if reward.value is None]
+    reason = f"{len(errors)} of the last batch's {len(rewards)} attempts have no reward"
+    if errors:
+        reason += f": {sorted(set(errors))[:3]}"
+    if len(errors) < len(rewards):
+        reason += (
+            "; the rewards of the others are equal within each group, which credit.drop_zero_variance_groups leaves "
+            "out; give tasks that are solved at times, or larger groups"
+        )
+    return reason
 
-    async def one(task: Task, attempt: Attempt) -> Reward:
+
+async def judge(groups: Sequence[Group], suite: TaskSuite, concurrency: int) -> None:
+    """Sets the rewards of all groups. At most `concurrency` attempts are judged at once."""
+    semaphore = asyncio.Semaphore(concurrency)
+
+    async def judge_attempt(task: Task, attempt: Attempt) -> Reward:
         if attempt.finish_reason == "failed":
             return Reward(None, error=attempt.error)
-        async with turns:
-            return await world.verify(task, attempt)
+        async with semaphore:
+            return await suite.verify(task, attempt)
 
-    async with world.judging():
-        found = await asyncio.gather(
-            *(asyncio.gather(*(one(g.task, attempt) for attempt in g.attempts)) for g in groups)
+    async with suite.judging():
+        rewards_by_group = await asyncio.gather(
+            *(
+                asyncio.gather(*(judge_attempt(group.task, attempt) for attempt in group.attempts))
+                for group in groups
+            )
         )
-    for group, rewards in zip(groups, found):
+    for group, rewards in zip(groups, rewards_by_group):
         group.rewards = list(rewards)
 
 
-def told(groups: Sequence[Group]) -> dict:
-    """Numbers of a batch: rewards by kind and part; lengths, how attempts ended, and how many of them replied to what a
-    tool had answered."""
+def batch_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """Returns the metrics of a batch: rewards by kind and part, lengths, endings and shares of attempts and groups."""
     by_kind: dict[str, list[Group]] = {}
     for group in groups:
         by_kind.setdefault(group.task.kind, []).append(group)
     attempts = [attempt for group in groups for attempt in group.attempts]
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [record.loss_mask.sum() for group in groups for record in group.records]
-    flat = [len({r.value for r in group.rewards if r.value is not None}) < 2 for group in groups]
+    has_zero_variance = [
+        len({r.value for r in group.rewards if r.value is not None}) < 2 for group in groups
+    ]
     return {
         "reward": {
             "mean": mean_reward(groups),
-            **{kind: mean_reward(own) for kind, own in by_kind.items()},
+            **{kind: mean_reward(kind_groups) for kind, kind_groups in by_kind.items()},
         },
-        "reward_part": _parts(groups),
+        "reward_part": _mean_parts(groups),
         "rollout": {
             "tokens": float(np.mean(lengths)),
             "truncated": float(np.mean([a.finish_reason == "length" for a in attempts])),
             "environment_errors": float(np.mean([r.value is None for r in rewards])),
-            "used_tools": float(np.mean([used_tools(a.messages) for a in attempts])),
-            "flat_groups": float(np.mean(flat)),
+            # Attempts with a reply after a tool's result.
+            "used_tools": float(np.mean([has_used_tools(a.messages) for a in attempts])),
+            "zero_variance_groups": float(np.mean(has_zero_variance)),
         },
     }
 
 
-def staleness(records: Iterable[TokenRecord], step: int) -> float:
-    """By how many of a learner's steps the weights of the oldest token are behind; NaN if none was sampled."""
+def compute_staleness(records: Iterable[TokenRecord], step: int) -> float:
+    """Returns the age of the oldest token's weights in learner steps; NaN if no token was sampled."""
     versions = (record.weight_version for record in records if record.weight_version is not None)
-    sampled = (own[own >= 0] for own in versions)
-    return float(step - min((own.min() for own in sampled if len(own)), default=np.nan))
+    sampled = (v[v >= 0] for v in versions)
+    return float(step - min((v.min() for v in sampled if len(v)), default=np.nan))
 
 
-def _parts(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean of each part of the rewards, where there is one."""
+def _mean_parts(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the mean of each part of the rewards, over the rewards that have it."""
     parts: dict[str, list[float]] = {}
     for group in groups:
         for reward in group.rewards:
@@ -407,6 +467,6 @@ def _parts(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def mean_reward(groups: Sequence[Group]) -> float:
-    """Of all rewards that there are; NaN without any."""
+    """Returns the mean over all attempts that have a reward; NaN without any."""
     values = [r.value for group in groups for r in group.rewards if r.value is not None]
     return float(np.mean(values)) if values else float("nan")

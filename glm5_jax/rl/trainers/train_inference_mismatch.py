@@ -1,18 +1,20 @@
-"""What the engine selects where it samples, against what the learner's forward selects for the same tokens.
+"""Compares the keys, experts and log-probs of the engine with the learner's on the same sampled tokens.
 
-Keys and experts are discrete: where engine and learner choose others, the log-probs that the loss divides by each
-other are of two models, and training of one with sparse attention comes apart within a few steps (GLM-5 3.2). Each
-record is read again as the engine reads it (weights as the engine has them, pages, chunks of what was given, tokens
-that were sampled one by one) and in a packed row as the learner does.
+Keys and experts are discrete choices. Where engine and learner choose differently, the importance ratio compares two
+models. Training with sparse attention then diverges within a few steps (GLM-5 3.2).
 
-Scores that are closer than rounding may be ranked either way. Where a choice differs it comes with the gap between
-what one side alone has chosen and what the other has, by the learner's scores: a gap of a few times the precision
-of the scores is rounding, anything else a fault. A difference in one layer changes the input of the next, where gaps
-are of any size: the first layer with one is the one to look at.
+Each record is read twice:
+
+- as the engine reads it: the engine's weights and pages, prompts in prefill chunks, sampled tokens one by one;
+- as the learner reads it: in a packed row.
+
+Scores that differ by less than rounding may be ranked either way. Each different choice therefore has a gap: the
+distance, by the learner's scores, between choices that only one side made and those that only the other made. A gap
+of a few times the scores' precision is rounding; a larger one is a fault. A difference in one layer changes the input
+of the next, where gaps can have any size. The first layer with a difference is therefore the one to inspect.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,73 +23,96 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.runner import Computation
-from glm5_jax.inference.shapes import EngineShapes, bucket_size
-from glm5_jax.model import glm5
-from glm5_jax.model.cache import PagedCache, init_pages
+from glm5_jax.inference.shapes import bucket_size
+from glm5_jax.model.decoder import trunk
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Index
+from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, Region
-from glm5_jax.rl.algorithm.batch import lay_out
+from glm5_jax.rl.algorithm.batch import pack_records
+from glm5_jax.rl.trainers.record_replay import (
+    ReplayShapes,
+    is_sampled,
+    of_full_layers,
+    param_specs,
+    replay_record,
+)
 from glm5_jax.training.loss import target_logp
 from pallas_kernels.index_scores import index_scores
 
-LEAST_LENGTH = (
-    128  # of a row: each power of two above is another program, and so is each of the rows' number
-)
-TOGETHER = (
-    512  # as long is a row for all records, if they fit one: batches of short ones have one program
-)
-MOST_GAP = 2.0  # of two scores, in units of the largest
+# Rows have a power of two of tokens, at least these, because each length and each number of rows is another program.
+MIN_ROW_LENGTH = 128
+# Up to this length one row holds all records, so that batches of short records share one program.
+JOINT_ROW_LENGTH = 512
+MAX_GAP = 2.0  # gap of two scores, in units of the largest
 
 
-class Differing(NamedTuple):
-    """By layer, with its number: same, the share of choices that are the same; gap, the largest between scores of those
-    that are not, relative to the largest score in the layer. 2 where one side chose more than the other."""
+class ChoiceMismatch(NamedTuple):
+    """Differences of one kind of choice, keys or experts, for each of its layers.
+
+    Attributes:
+      layer: number of the layer.
+      match_rate: share of choices that are the same.
+      gap: largest gap between the scores of different choices, relative to the layer's largest score. 2 if one side
+        chose more than the other.
+    """
 
     layer: np.ndarray
-    same: np.ndarray
+    match_rate: np.ndarray
     gap: np.ndarray
 
 
-class Agreement(NamedTuple):
-    """keys: of layers with an indexer (None: no key is left out of a row as long as these); experts: of MoE layers
-    (None: there are none). logp: distance of the log-prob of each sampled token; recorded: of what the record
-    says of it from what the engine's weights say now, which have drawn it if that is next to nothing."""
+class Mismatch(NamedTuple):
+    """Differences of engine and learner on some records.
 
-    keys: Differing | None
-    experts: Differing | None
+    Attributes:
+      keys: selected keys of layers with an indexer; None: rows of this length select all keys.
+      experts: selected experts of MoE layers; None: the model has none.
+      logp: absolute difference of the log-prob of each sampled token, learner against engine.
+      recorded: absolute difference of each recorded log-prob from the engine's current one. It is almost 0 if the
+        engine's current weights sampled the record.
+    """
+
+    keys: ChoiceMismatch | None
+    experts: ChoiceMismatch | None
     logp: np.ndarray
     recorded: np.ndarray
 
     @property
     def metrics(self) -> dict[str, float]:
-        """keys, experts: shares that are the same, over all layers. layer: the first in which any is not, -1 for none; gap:
-        there, 0 for none."""
-        told = {
+        """Returns the metrics by name, with the prefix "mismatch/".
+
+        - key_match_rate, expert_match_rate: shares of choices that are the same, over all layers.
+        - layer: number of the first layer with a different choice; -1 for none.
+        - gap: its gap; 0 for none.
+        - logp_max, logp_mean, recorded_max, recorded_mean: differences of log-probs, in nats.
+        """
+        metrics = {
             "logp_max": self.logp.max(),
             "logp_mean": self.logp.mean(),
             "recorded_max": self.recorded.max(),
             "recorded_mean": self.recorded.mean(),
         }
-        first = [(np.inf, 0.0)]
-        for name, choice in (("keys", self.keys), ("experts", self.experts)):
+        different: list[tuple[float, float]] = [(np.inf, 0.0)]
+        for name, choice in (("key", self.keys), ("expert", self.experts)):
             if choice is not None:
-                told[name] = choice.same.mean()
-                # Of two in one layer, that of the keys is the first.
-                first += zip(choice.layer[choice.same < 1], choice.gap[choice.same < 1])
-        layer, gap = min(first, key=lambda found: found[0])
-        told |= {"layer": layer if np.isfinite(layer) else -1, "gap": gap}
-        return {f"agreement/{name}": float(value) for name, value in told.items()}
+                metrics[f"{name}_match_rate"] = choice.match_rate.mean()
+                # Keys come before experts within a layer.
+                is_different = choice.match_rate < 1
+                different += zip(choice.layer[is_different], choice.gap[is_different])
+        layer, gap = min(different, key=lambda pair: pair[0])
+        metrics |= {"layer": layer if np.isfinite(layer) else -1, "gap": gap}
+        return {f"mismatch/{name}": float(value) for name, value in metrics.items()}
 
 
-def compare(
-    params,
+def compare_choices(
+    params: PyTree,
     records: Sequence[TokenRecord],
     engine: Engine,
     cfg: ModelConfig,
@@ -95,372 +120,224 @@ def compare(
     execution: ExecutionConfig = ExecutionConfig(),
     chunk: int = 1024,
     temperature: float = 1.0,
-    mesh=None,
-) -> Agreement | None:
-    """The `Agreement` of an engine with a learner on some records, None if no token of them was sampled.
+    mesh: Mesh | None = None,
+) -> Mismatch | None:
+    """Returns the `Mismatch` of an engine with a learner on some records; None if they have no sampled token.
 
-    params, cfg, execution, mesh, chunk: of the learner, the last the rows of its loss; temperature: of the samples. What
-    the indexers hold of every token is kept at once, i * j numbers in each layer: use a few records. ValueError if
-    the engine serves a model that chooses another number of things.
+    All indexer keys are held at once, i * j numbers per token and layer, so only a few records should be compared.
+    Raises ValueError if engine and learner choose different numbers of things.
+
+    Args:
+      params, cfg, execution, mesh: the learner's.
+      records: records to compare.
+      engine: the engine.
+      chunk: rows at a time of the learner's loss.
+      temperature: sampling temperature of the records.
     """
-    made = engine.computation
-    for name in ("num_hidden_layers", "full_layers", "index_topk", "num_experts_per_tok"):
-        theirs, own = getattr(made.cfg, name), getattr(cfg, name)
-        if theirs != own:
-            raise ValueError(
-                f"{name} is {theirs} in the engine and {own} in the learner; both must have one model"
-            )
+    computation = engine.computation
+    _check_same_model(computation.cfg, cfg)
     records = [record for record in records if is_sampled(record).any()]
     if not records:
         return None
-    sizes = _Sizes.of(records, made)
+    # The learner's forward, on packed rows.
     region = Region() if mesh is None else Region.of(mesh)
-    parts = region.size(SEQUENCE_AXES)
-    lengths = [len(record) for record in records]
-    longest = max(max(lengths), min(sum(lengths), TOGETHER))
-    length = -(-bucket_size(longest, 1 << 62, LEAST_LENGTH) // parts) * parts
-    batch, rows = lay_out(records, length, region.size(BATCH_AXES), ("token_ids",))
-    logp, own = _learner(
+    length = _row_length(records, region)
+    batch, rows = pack_records(records, length, region.size(BATCH_AXES), ("token_ids",))
+    learner_logp, learner = _run_learner(
         params, batch, cfg=cfg, execution=execution, chunk=chunk, temperature=temperature, mesh=mesh
     )
-    read = np.zeros(batch["token_ids"].shape, bool)
-    k = None if own.topk is None else own.topk.shape[-1]
-    topk = None if k is None else np.full((len(cfg.full_layers), *read.shape, k), -1, np.int32)
-    experts = None if own.experts is None else np.zeros(own.experts.shape, np.int32)
-    logp, apart, recorded = np.asarray(logp), [], []
-    for i, held in enumerate(rows):
-        at = 0
-        for record in held:
-            theirs = _reread(record, made, sizes, temperature, k)
-            sampled, count = is_sampled(record), len(record) - 1
-            here = slice(at, at + count)
-            read[i, here] = True
-            if topk is not None:
-                topk[:, i, here] = np.where(theirs.topk < 0, -1, theirs.topk + at)
-            if experts is not None:
-                experts[:, i, here] = theirs.experts
-            learnt = logp[i, at : at + len(record)]
-            apart.append(np.abs(learnt - theirs.logp)[sampled])
-            recorded.append(np.abs(record.rollout_logp - theirs.logp)[sampled])
-            at += len(record)
-    keys = chosen = None
+    learner_logp = np.asarray(learner_logp)
+    # The engine's forward, record by record, into arrays of the same layout.
+    shapes = ReplayShapes.of(records, computation)
+    is_read = np.zeros(batch["token_ids"].shape, bool)
+    k = None if learner.topk is None else learner.topk.shape[-1]
+    topk = None if k is None else np.full((len(cfg.full_layers), *is_read.shape, k), -1, np.int32)
+    experts = None if learner.experts is None else np.zeros(learner.experts.shape, np.int32)
+    logp_diff, recorded_diff = [], []
+    for i, row in enumerate(rows):
+        start = 0
+        for record in row:
+            replayed = replay_record(record, computation, shapes, temperature, k)
+            sampled, end = is_sampled(record), start + len(record)
+            columns = slice(start, end - 1)  # the engine does not read the last token
+            is_read[i, columns] = True
+            if topk is not None and replayed.topk is not None:
+                topk[:, i, columns] = np.where(replayed.topk < 0, -1, replayed.topk + start)
+            if experts is not None and replayed.experts is not None:
+                experts[:, i, columns] = replayed.experts
+            logp_diff.append(np.abs(learner_logp[i, start:end] - replayed.logp)[sampled])
+            recorded_diff.append(np.abs(record.rollout_logp - replayed.logp)[sampled])
+            start = end
+    # Differences, on the learner's devices.
+    key_mismatch = expert_mismatch = None
     if topk is not None:
-        found = jax.device_get(_keys(own.topk, Index(*own.queries, own.keys), topk, read))
-        keys = Differing(np.array(cfg.full_layers), *found)
+        differences = jax.device_get(_compare_keys(learner.topk, learner.index, topk, is_read))
+        key_mismatch = ChoiceMismatch(np.array(cfg.full_layers), *differences)
     if experts is not None:
-        found = jax.device_get(_experts(own.experts, own.scores, experts, read))
-        chosen = Differing(np.arange(cfg.first_k_dense_replace, cfg.num_hidden_layers), *found)
-    return Agreement(keys, chosen, np.concatenate(apart), np.concatenate(recorded))
+        differences = jax.device_get(
+            _compare_experts(learner.experts, learner.scores, experts, is_read)
+        )
+        moe_layers = np.arange(cfg.first_k_dense_replace, cfg.num_hidden_layers)
+        expert_mismatch = ChoiceMismatch(moe_layers, *differences)
+    return Mismatch(
+        key_mismatch, expert_mismatch, np.concatenate(logp_diff), np.concatenate(recorded_diff)
+    )
 
 
-def is_sampled(record: TokenRecord) -> np.ndarray:
-    """bool [t] of its tokens."""
-    if record.rollout_logp is None:
-        return np.zeros(len(record), bool)
-    return ~np.isnan(record.rollout_logp)
+def _check_same_model(engine_cfg: ModelConfig, cfg: ModelConfig) -> None:
+    """Raises ValueError if engine and learner choose different numbers of things."""
+    for name in ("num_hidden_layers", "full_layers", "index_topk", "num_experts_per_tok"):
+        served, trained = getattr(engine_cfg, name), getattr(cfg, name)
+        if served != trained:
+            raise ValueError(
+                f"{name} is {served} in the engine and {trained} in the learner; both must have one model"
+            )
 
 
-class _Own(NamedTuple):
-    """Of the learner: topk int32[l b t k] and the Index [l b ...] behind it, queries and their weights and keys, of
-    layers with an indexer; experts int32[l b t a] and the scores wide[l b t e] by which they are chosen. None where
-    nothing is."""
+def _row_length(records: Sequence[TokenRecord], region: Region) -> int:
+    """Returns the tokens of a row: a power of two, rounded up to a multiple of the sequence's shards."""
+    lengths = [len(record) for record in records]
+    longest = max(max(lengths), min(sum(lengths), JOINT_ROW_LENGTH))
+    shards = region.size(SEQUENCE_AXES)
+    return -(-bucket_size(longest, 1 << 62, MIN_ROW_LENGTH) // shards) * shards
+
+
+class _LearnerChoices(NamedTuple):
+    """Choices of the learner, with the scores that decide them. None where the model chooses nothing.
+
+    Attributes:
+      topk: selected keys of layers with an indexer, int32[l b t k].
+      index: inputs of their scores, stacked by layer.
+      experts: selected experts of MoE layers, int32[l b t a].
+      scores: scores by which experts are selected, wide[l b t e].
+    """
 
     topk: jax.Array | None
-    queries: tuple[jax.Array, jax.Array] | None
-    keys: jax.Array | None
+    index: Index | None
     experts: jax.Array | None
     scores: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "execution", "chunk", "temperature", "mesh"))
-def _learner(params, batch, *, cfg, execution, chunk, temperature, mesh):
-    """(log-probs [b t] of the tokens, _Own) as the learner computes them; the first of a segment has none."""
+def _run_learner(
+    params: PyTree,
+    batch: dict[str, Array],
+    *,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+    chunk: int,
+    temperature: float,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "b t"], _LearnerChoices]:
+    """Returns the learner's log-prob of each token, and its choices. The first token of a segment has no log-prob."""
 
     def local(region, params, tokens, positions, segments, targets):
-        out = glm5.trunk(
+        out = trunk(
             params, tokens, positions, segments, None, cfg, execution, region, capture_choices=True
         )
-        weights = glm5.WeightGatherer(cfg, region, execution)
+        weights = WeightGatherer(cfg, region, execution)
         logp = target_logp(params, weights, out.hidden, targets, temperature, chunk, execution)
-        topk, index = _with_indexer(out.stats.selection, cfg)
-        q, k = (None, None) if topk is None else (index[:2], index.k)
+        topk, index = of_full_layers(out.stats.selection, cfg)
+        q, w, k = (None, None, None) if topk is None else index
         routing = out.stats.routing or (None, None, None)
-        return logp, _Own(topk, q, k, routing[0], routing[2])
+        return logp, (topk, q, w, k, routing[0], routing[2])
 
     tokens = batch["token_ids"]
     args = tokens, batch["positions"], batch["segment_ids"], jnp.roll(tokens, -1, axis=1)
     if mesh is None:
-        logp, own = local(Region(), params, *args)
+        logp, choices = local(Region(), params, *args)
     else:
-        rows, whole = P(BATCH_AXES, SEQUENCE_AXES), P(None, BATCH_AXES)
-        cut = P(None, BATCH_AXES, SEQUENCE_AXES)
+        rows, full_sequence = P(BATCH_AXES, SEQUENCE_AXES), P(None, BATCH_AXES)
+        sharded = P(None, BATCH_AXES, SEQUENCE_AXES)
         run = jax.shard_map(
             functools.partial(local, Region.of(mesh)),
             mesh=mesh,
-            in_specs=(_specs(cfg, mesh, params), rows, rows, rows, rows),
-            out_specs=(rows, _Own(cut, cut, whole, cut, cut)),
+            in_specs=(param_specs(cfg, mesh, params), rows, rows, rows, rows),
+            # topk, q, w, k, experts, scores; keys are those of all devices.
+            out_specs=(rows, (sharded, sharded, sharded, full_sequence, sharded, sharded)),
             check_vma=False,
         )
-        logp, own = run(params, *args)
-    if own.scores is not None:
-        # By groups of experts it is the groups that are chosen first, by these as well.
-        bias = params["moe_layers"]["router"]["bias"].astype(own.scores.dtype)
-        own = own._replace(scores=own.scores + bias[:, None, None])
-    return jnp.roll(logp, 1, axis=1), own
-
-
-def _with_indexer(selection, cfg):
-    """(topk, index) of the layers that have one, of a Selection [l ...]."""
-    return jax.tree.map(lambda a: a[np.asarray(cfg.full_layers, int)], tuple(selection))
-
-
-def _specs(cfg, mesh, params):
-    return jax.tree.map(lambda s: s.spec, glm5.param_shardings(cfg, mesh, params))
-
-
-class _Theirs(NamedTuple):
-    """Of the engine, of a record of n tokens: logp [n] (NaN: not looked at); topk int32[l n-1 k] and experts
-    int32[l n-1 a] of all that it reads, which the last one is not."""
-
-    logp: np.ndarray
-    topk: np.ndarray | None
-    experts: np.ndarray | None
-
-
-class _Run(NamedTuple):
-    """Tokens from the one numbered first on that an engine reads at once or, where it drew them, one by one."""
-
-    first: int
-    count: int
-    drawn: bool
-
-
-def _runs(record: TokenRecord, chunk: int) -> list[_Run]:
-    """What an engine reads of a record: all but the last token."""
-    sampled, found = is_sampled(record)[:-1], []
-    for drawn, run in itertools.groupby(range(len(sampled)), lambda i: bool(sampled[i])):
-        places = list(run)
-        found += [
-            _Run(first, min(chunk, places[-1] + 1 - first), drawn)
-            for first in range(places[0], places[-1] + 1, chunk)
-        ]
-    return found
-
-
-class _Sizes(NamedTuple):
-    """Of what is compiled to read some records, one program for those given and one for those drawn: pages of the
-    table, and tokens of each."""
-
-    pages: int
-    tokens: dict[bool, int]
-
-    @classmethod
-    def of(cls, records: Sequence[TokenRecord], made: Computation) -> "_Sizes":
-        shape, counts = made.shape, {True: 1, False: 1}
-        for record in records:
-            for run in _runs(record, shape.prefill_chunk):
-                counts[run.drawn] = max(counts[run.drawn], run.count)
-        longest = max(map(len, records))
-        return cls(
-            shape.table_width(-(-longest // shape.page_size)),
-            {drawn: shape.prefill_tokens(count) for drawn, count in counts.items()},
-        )
-
-
-def _reread(
-    record: TokenRecord, made: Computation, sizes: _Sizes, temperature: float, k: int | None
-) -> _Theirs:
-    """A record as an engine reads it. k: keys that the learner selects, None for all."""
-    ids = record.token_ids
-    static = {
-        "cfg": made.cfg,
-        "execution": made.execution,
-        "mesh": made.mesh,
-        "temperature": temperature,
-    }
-    layers, tables = _pages(made, sizes.pages)
-    logp, topk, experts = np.full(len(ids), np.nan), [], []
-    for first, count, drawn in _runs(record, made.shape.prefill_chunk):
-        tokens, targets = np.zeros((2, sizes.tokens[drawn]), np.int32)
-        tokens[:count], targets[:count] = ids[first:][:count], ids[first + 1 :][:count]
-        step = _decode if drawn else _read
-        layers, said, (keys, chosen) = step(
-            made.params, layers, tables, tokens, targets, first, count, **static
-        )
-        said = np.asarray(said)
-        logp[first + count + 1 - len(said[:count]) : first + count + 1] = said[:count]
-        if k is not None:
-            topk.append(_listed(keys, first, count, k))
-        if chosen is not None:
-            experts.append(np.asarray(chosen)[:, :count])
-    joined = [np.concatenate(found, axis=1) if found else None for found in (topk, experts)]
-    return _Theirs(logp, *joined)
-
-
-def _listed(keys, first: int, count: int, k: int) -> np.ndarray:
-    """int32[l count k] of selected keys; of None all that are visible, from position `first` on."""
-    if keys is not None:
-        return np.asarray(keys)[:, :count]
-    places = np.arange(k, dtype=np.int32)
-    visible = places <= np.arange(first, first + count)[:, None]
-    return np.where(visible, places, -1)[None]
-
-
-def _pages(made: Computation, width: int):
-    """Empty pages of one sequence, in each group of devices that holds other ones, and their table."""
-    groups = 1 if made.mesh is None else Region.of(made.mesh).size(BATCH_AXES)
-    tables = np.broadcast_to(np.arange(width, dtype=np.int32), (groups, width))
-    return _emptied(made.cfg, made.shape, made.mesh, groups * width)(), tables
-
-
-@functools.cache
-def _emptied(cfg: ModelConfig, shape: EngineShapes, mesh, count: int):
-    """Makes so many empty pages; kept, as another function would be another program."""
-    empty = functools.partial(
-        init_pages,
-        cfg,
-        count,
-        shape.page_size,
-        index_cache=shape.index_cache,
-        latent_cache=shape.latent_cache,
-    )
-    spread = None if mesh is None else NamedSharding(mesh, P(BATCH_AXES))
-    return jax.jit(empty, out_shardings=spread)
-
-
-_STATIC = ("cfg", "execution", "mesh", "temperature")
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="layers")
-def _read(params, layers, tables, tokens, targets, start, count, **static):
-    """(layers, log-prob [1] of the target behind the last of `count` tokens int32[t], chosen) of a prefill."""
-    layers, said, chosen = _advance(params, layers, tables, tokens, start, count, **static)
-    return layers, said[targets[count - 1]][None], chosen
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="layers")
-def _decode(params, layers, tables, tokens, targets, start, count, **static):
-    """(layers, log-probs [t] of targets, chosen) of tokens int32[t] that are read one by one, `count` of them."""
-
-    def step(layers, args):
-        i, token, target = args
-        real = (i < count).astype(jnp.int32)
-        layers, said, chosen = _advance(
-            params, layers, tables, token[None], start + i, real, **static
-        )
-        return layers, (said[target], chosen)
-
-    args = jnp.arange(len(tokens)), tokens, targets
-    layers, (said, chosen) = lax.scan(step, layers, args)
-    return layers, said, jax.tree.map(lambda a: jnp.moveaxis(a[:, :, 0], 0, 1), chosen)
-
-
-def _advance(params, layers, tables, tokens, start, count, *, cfg, execution, mesh, temperature):
-    """(layers, log-probs [v] behind the last of `count` tokens, (topk [l t k], experts [l t a])). On a mesh each
-    group of devices does the same, and one is looked at."""
-
-    def local(region, params, layers, tables):
-        b, t = len(tables), len(tokens)
-        cache = PagedCache(layers, tables, jnp.full(b, start, jnp.int32))
-        segments = jnp.broadcast_to((jnp.arange(t) < count).astype(jnp.int32), (b, t))
-        ids = jnp.broadcast_to(tokens, (b, t))
-        out = glm5.trunk(
-            params,
-            ids,
-            cache.positions(t),
-            segments,
-            cache,
-            cfg,
-            execution,
-            region,
-            capture_choices=True,
-        )
-        only = jnp.full((b, 1), jnp.maximum(count - 1, 0), jnp.int32)
-        logits = glm5.compute_logits(
-            params, out.hidden, glm5.WeightGatherer(cfg, region, execution), only
-        )
-        topk, _ = _with_indexer(out.stats.selection, cfg)
-        routing = out.stats.routing
-        return logits[:, 0], out.cache.layers, topk, None if routing is None else routing[0]
-
-    if mesh is None:
-        logits, layers, *chosen = local(Region(), params, layers, tables)
-    else:
-        groups, chosen = P(BATCH_AXES), P(None, BATCH_AXES)
-        run = jax.shard_map(
-            functools.partial(local, Region.of(mesh, shard_sequence=False)),
-            mesh=mesh,
-            in_specs=(_specs(cfg, mesh, params), groups, groups),
-            out_specs=(groups, groups, chosen, chosen),
-            check_vma=False,
-        )
-        logits, layers, *chosen = run(params, layers, tables)
-    said = jax.nn.log_softmax(logits[0] / temperature)
-    return layers, said, tuple(jax.tree.map(lambda a: a[:, 0], chosen))
+        logp, choices = run(params, *args)
+    topk, q, w, k, experts, scores = choices
+    if scores is not None:
+        # The bias takes part in the selection, also in that of groups of experts.
+        bias = params["moe_layers"]["router"]["bias"].astype(scores.dtype)
+        scores = scores + bias[:, None, None]
+    index = None
+    if q is not None and w is not None and k is not None:
+        index = Index(q, w, k)
+    return jnp.roll(logp, 1, axis=1), _LearnerChoices(topk, index, experts, scores)
 
 
 @jax.jit
-def _keys(topk, index: Index, theirs, read):
-    """same and gap of `Differing`, of topk int32[l b t k] and theirs, for queries with read bool[b t]."""
-    b, t = read.shape
+def _compare_keys(topk, index: Index, engine_topk, is_read):
+    """Returns match_rate and gap of `ChoiceMismatch` for keys int32[l b t k], over queries with is_read bool[b t]."""
+    b, t = is_read.shape
     size = math.gcd(t, 128)
 
-    def blocks(a):
-        """[n b size ...] of a [b t ...]."""
+    def to_blocks(a):
+        """Returns a [b t ...] as [n b size ...]."""
         return jnp.moveaxis(a.reshape(b, t // size, size, *a.shape[2:]), 1, 0)
 
     def layer(args):
-        own, others, (q, w, k) = args
+        ours, theirs, (q, w, k) = args
 
         def block(args):
-            own, others, q, w, read = args
-            # XLA's form: the arrays are on a mesh, and this is no manual region.
-            scores = index_scores(q, w, k, implementation="ref")
-            return measure_difference(scores, own, others, read)
+            ours, theirs, q, w, is_read = args
+            # XLA's implementation, because the arrays are on a mesh and this is no manual region.
+            scores = index_scores(q, w, k, implementation="xla")
+            return measure_difference(scores, ours, theirs, is_read)
 
-        same, gap, largest = lax.map(block, tuple(map(blocks, (own, others, q, w, read))))
-        return same.sum() / read.sum(), relative_gap(gap.max(), largest.max())
+        blocks = tuple(map(to_blocks, (ours, theirs, q, w, is_read)))
+        same, gap, largest = lax.map(block, blocks)
+        return same.sum() / is_read.sum(), relative_gap(gap.max(), largest.max())
 
-    return lax.map(layer, (topk, theirs, index))
+    return lax.map(layer, (topk, engine_topk, index))
 
 
 @jax.jit
-def _experts(ids, scores, theirs, read):
-    """same and gap of `Differing`, of ids int32[l b t a] and theirs, for tokens with read bool[b t]."""
+def _compare_experts(ids, scores, engine_ids, is_read):
+    """Returns match_rate and gap of `ChoiceMismatch` for experts int32[l b t a], over tokens with is_read bool[b t]."""
 
     def layer(args):
-        scores, own, others = args
-        same, gap, largest = measure_difference(scores, own, others, read)
-        return same / read.sum(), relative_gap(gap, largest)
+        scores, ours, theirs = args
+        same, gap, largest = measure_difference(scores, ours, theirs, is_read)
+        return same / is_read.sum(), relative_gap(gap, largest)
 
-    return lax.map(layer, (scores, ids, theirs))
+    return lax.map(layer, (scores, ids, engine_ids))
 
 
-def measure_difference(scores, own, others, read):
-    """Over those with read bool[b t]: (sum of the shares of what is in both lists int32[b t k] (-1: nothing), largest
-    gap between the scores [b t s] of what is in one alone, inf for lists of other lengths, largest score)."""
-    ours, theirs = (_members(ids, scores.shape[-1]) for ids in (own, others))
-    ours_alone, theirs_alone = ours & ~theirs, theirs & ~ours
-    most = jnp.maximum(jnp.maximum(ours.sum(-1), theirs.sum(-1)), 1)
-    same = (ours & theirs).sum(-1) / most
-    best = jnp.max(scores, -1, where=ours_alone, initial=-jnp.inf)
-    worst = jnp.min(scores, -1, where=theirs_alone, initial=jnp.inf)
-    largest = jnp.max(jnp.abs(scores), -1, where=ours | theirs, initial=0)
+def measure_difference(
+    scores: Float[Array, "b t s"],
+    ours: Int[Array, "b t k"],
+    theirs: Int[Array, "b t k"],
+    is_read: Bool[Array, "b t"],
+) -> tuple[Array, Array, Array]:
+    """Returns (sum of the shares that are in both lists, largest gap, largest score) over the rows with is_read.
+
+    The lists hold indices, -1 for none. The gap is between the scores of indices that only one list has. It is inf for
+    lists of different lengths.
+    """
+    in_ours, in_theirs = (_membership(ids, scores.shape[-1]) for ids in (ours, theirs))
+    only_ours, only_theirs = in_ours & ~in_theirs, in_theirs & ~in_ours
+    length = jnp.maximum(jnp.maximum(in_ours.sum(-1), in_theirs.sum(-1)), 1)
+    same = (in_ours & in_theirs).sum(-1) / length
+    best = jnp.max(scores, -1, where=only_ours, initial=-jnp.inf)
+    worst = jnp.min(scores, -1, where=only_theirs, initial=jnp.inf)
+    largest = jnp.max(jnp.abs(scores), -1, where=in_ours | in_theirs, initial=0)
     gap = jnp.maximum(best - worst, 0)
-    gap = jnp.where(ours_alone.sum(-1) == theirs_alone.sum(-1), gap, jnp.inf)
-    return tuple(
-        over(jnp.where(read, a, 0))
-        for over, a in ((jnp.sum, same), (jnp.max, gap), (jnp.max, largest))
-    )
+    gap = jnp.where(only_ours.sum(-1) == only_theirs.sum(-1), gap, jnp.inf)
+    same, gap, largest = (jnp.where(is_read, a, 0) for a in (same, gap, largest))
+    return jnp.sum(same), jnp.max(gap), jnp.max(largest)
 
 
-def relative_gap(gap, largest):
-    """Returns a gap as a share of the largest number, at most MOST_GAP."""
-    return jnp.minimum(gap / jnp.where(largest > 0, largest, 1), MOST_GAP)
+def relative_gap(gap: Float[Array, ""], largest: Float[Array, ""]) -> Float[Array, ""]:
+    """Returns a gap as a share of the largest number, at most MAX_GAP."""
+    return jnp.minimum(gap / jnp.where(largest > 0, largest, 1), MAX_GAP)
 
 
-def _members(ids, count: int):
-    """bool[b t count] of ids int32[b t k] (-1: none)."""
+def _membership(ids: Int[Array, "b t k"], count: int) -> Bool[Array, "b t n"]:
+    """Returns True at the indices that a list has; -1 is none."""
     b, t, _ = ids.shape
     at = jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], jnp.where(ids < 0, count, ids)
     return jnp.zeros((b, t, count), bool).at[at].set(True, mode="drop")

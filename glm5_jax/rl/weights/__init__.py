@@ -1,1 +1,1 @@
-"""Sends new weights from the trainer to engines."""
+"""Pushes new weights from the trainer to engines."""

@@ -1,4 +1,4 @@
-"""What all ways to push weights have in common (weight_sync.py, reshard.py): how, and what came of it."""
+"""Common parts of all pushers of weights (weight_sync.py, reshard.py): options, interface and results."""
 
 import dataclasses
 import logging
@@ -6,36 +6,41 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from glm5_jax.inference.engine import POLICIES, RECOMPUTE
+from jaxtyping import PyTree
 
-WHOLE, CHANGES, HELD = "whole", "changes", "held"
+from glm5_jax.inference.engine import POLICIES
+from glm5_jax.inference.request_bodies import UpdatePolicy
+
+# Modes: all weights, only the changes since the last push, or nothing because the engine has them already.
+FULL, DELTA, CURRENT = "full", "delta", "current"
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How weights are pushed. Construction refuses values out of range (ValueError).
+    """Options of a pusher. Raises ValueError for values out of range.
 
     Attributes:
-      policy: for what engines have under way: finish, keep or recompute (`Engine.update_weights`).
-      dtype: in which weights travel; None: in which the model computes.
-      seconds: that an engine has for any answer but the last, after which it is lost.
-      load_seconds: for the last one, until which it ends what is under way, if that is the policy, and loads.
-      look_seconds: that it has to tell what it holds, between two pushes.
-      tries: of a message whose connection breaks.
-      bucket_bytes: of a message; an engine's `ServerConfig.max_part_bytes` must be more.
-      delta: whether only what changed since the last push travels. Trainer and engines then keep a copy in host memory.
-      keep: versions that stay in shared storage.
-      api_key: key that engines want; None: that of api_key_file, or none. No flag sets it, as `ps` shows flags.
-      api_key_file: file that holds the key; None: no file.
+      policy: treatment of running requests of the engines: finish, keep or recompute (`Engine.update_weights`).
+      dtype: dtype in which weights are transferred; None: the dtype of the computation.
+      timeout_s: time limit of every response of an engine except the last one of a push, in seconds.
+      load_timeout_s: time limit of the last response, in seconds. The engine finishes running requests, if that is the
+        policy, and loads the weights.
+      state_timeout_s: time limit for reporting the weights in an engine between two pushes, in seconds.
+      max_tries: attempts at a request whose connection breaks.
+      bucket_bytes: size of a message, in bytes; an engine's `ServerConfig.max_part_bytes` must be larger.
+      delta: whether only changes since the last push are sent. Trainer and engines then keep a copy in host memory.
+      keep: number of versions that stay in shared storage.
+      api_key: key of the engines; None: that of api_key_file, or none. It is no flag, because `ps` shows flags.
+      api_key_file: file with the key; None: no file.
     """
 
-    policy: str = RECOMPUTE  # as miles ("retract"); GLM-5's is not disclosed
+    policy: UpdatePolicy = "recompute"  # as miles ("retract"); GLM-5's is not disclosed
     dtype: str | None = None
-    seconds: float = 60.0  # these and the following are ours
-    load_seconds: float = 900.0
-    look_seconds: float = 5.0
-    tries: int = 2
+    timeout_s: float = 60.0  # these and the following are ours
+    load_timeout_s: float = 900.0
+    state_timeout_s: float = 5.0
+    max_tries: int = 2
     bucket_bytes: int = 64 * 2**20
     delta: bool = False
     keep: int = 2
@@ -45,77 +50,123 @@ class SyncConfig:
     def __post_init__(self):
         if self.policy not in POLICIES:
             raise ValueError(f"policy is {self.policy!r}; use one of {', '.join(POLICIES)}")
-        for name in ("seconds", "load_seconds", "look_seconds", "tries", "keep"):
+        for name in ("timeout_s", "load_timeout_s", "state_timeout_s", "max_tries", "keep"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.bucket_bytes < 1024:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; use at least 1024")
 
 
-class Told(NamedTuple):
-    """What became of a push at one engine. how: "whole", "changes" or "held", which it did already; bytes: sent to
-    it; error: why it has not taken it, None if it has; refused: it says so itself, and would again."""
+class EngineAck(NamedTuple):
+    """Result of a push at one engine.
+
+    Attributes:
+      engine: URL of the engine, or its index in this process.
+      mode: FULL, DELTA or CURRENT.
+      sent_bytes: bytes sent to the engine.
+      error: why the engine does not have the weights; None: it has them.
+      is_refused: whether the engine refused the push, and would do so again.
+    """
 
     engine: str
-    how: str
-    bytes: int
+    mode: str
+    sent_bytes: int
     error: str | None = None
-    refused: bool = False
+    is_refused: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Pushed:
-    """Attributes:
-    version, checksum: of the weights. Checksums of `Reshard` are sums over leaves on devices, others hashes of tensors.
-    bytes: that travelled, to all engines, or were written.
-    whole_bytes: of all weights, once.
-    seconds: in all.
-    engines: one by one.
-    shown: the checksum, if engines tell it of what they hold (GET /weights).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PushResult:
+    """Result of a push.
+
+    Attributes:
+      version: version of the weights.
+      checksum: checksum of the weights. That of `ReshardPusher` sums leaves on devices, others hash tensors.
+      sent_bytes: bytes sent to all engines, or written.
+      full_bytes: bytes of all weights.
+      duration_s: duration of the push, in seconds.
+      acks: results by engine.
+      engine_checksum: checksum that engines report in GET /weights; None: they report none.
     """
 
     version: int
     checksum: str
-    bytes: int
-    whole_bytes: int
-    seconds: float
-    engines: tuple[Told, ...]
-    shown: str | None = None
+    sent_bytes: int
+    full_bytes: int
+    duration_s: float
+    acks: tuple[EngineAck, ...]
+    engine_checksum: str | None = None
 
     @property
-    def lost(self) -> tuple[str, ...]:
-        """Engines that have not taken it: nothing may be asked of them before a later push does."""
-        return tuple(own.engine for own in self.engines if own.error is not None)
+    def failed_engines(self) -> tuple[str, ...]:
+        """Returns the engines without the weights. They must get no requests before a later push succeeds."""
+        return tuple(ack.engine for ack in self.acks if ack.error is not None)
 
 
-class NotPushed(Exception):
-    """No engine has taken the weights; the message says why, of each. refused: one has refused them, and the others would
-    when they are there again."""
+class PushFailed(Exception):
+    """Raised if no engine has the weights. The message has the reason of each engine.
 
-    def __init__(self, message: str, refused: bool = False):
+    Attributes:
+      is_refused: whether an engine refused the weights, so that the others would too.
+    """
+
+    def __init__(self, message: str, is_refused: bool = False):
         super().__init__(message)
-        self.refused = refused
+        self.is_refused = is_refused
 
 
 class Pusher(Protocol):
-    """`Network`, `SharedStorage` and `Reshard`. ValueError if the parameters are of another model; NotPushed."""
+    """Interface of `NetworkPusher`, `SharedStoragePusher` and `ReshardPusher`.
 
-    def push(self, params, version: int, *, rewind: bool = False) -> Pushed: ...
+    Its methods raise ValueError if the parameters are of another model, and PushFailed if no engine has the weights.
+    """
 
-    def refresh(self, params, version: int) -> Pushed | None:
-        """Between two pushes: as `push`, with rewind, if engines that answer do not hold what was pushed last, as those that
-        were started anew, or were not reached; if it was another version, to all that answer. None: all hold it."""
+    def push(self, params: PyTree, version: int, *, rewind: bool = False) -> PushResult:
+        """Sends the weights to all engines. rewind: whether the trainer went back to a checkpoint."""
+        ...
+
+    def refresh(self, params: PyTree, version: int) -> PushResult | None:
+        """Sends the weights, with rewind, to the engines that respond without those of the last push.
+
+        Such engines restarted, or the last push failed for them. If the last push had another version, all engines that
+        respond get the weights. Returns None if no engine needs them.
+        """
+        ...
 
 
-def reported(
-    version: int, checksum: str, sent: int, whole: int, began: float, told: Sequence[Told]
-) -> Pushed:
-    """What came of a push that began at that time (`time.perf_counter`); NotPushed if no engine has taken it."""
-    seconds = time.perf_counter() - began
-    pushed = Pushed(version, checksum, int(sent), int(whole), seconds, tuple(told))
-    reasons = "; ".join(f"{own.engine}: {own.error}" for own in told if own.error is not None)
-    if reasons and len(pushed.lost) == len(told):
-        refused = any(own.refused for own in told)
-        raise NotPushed(f"no engine has taken version {version}: {reasons}", refused)
-    _log.info("version %d: %.3f MB in %.2f s; lost: %s", version, sent / 1e6, seconds, reasons)
-    return pushed
+def make_result(
+    *,
+    version: int,
+    checksum: str,
+    full_bytes: int,
+    start: float,
+    acks: Sequence[EngineAck],
+    sent_bytes: int | None = None,
+    engine_checksum: str | None = None,
+) -> PushResult:
+    """Returns the result of a push. Raises PushFailed if no engine has the weights.
+
+    - start: time of `time.perf_counter` at the start of the push.
+    - sent_bytes: bytes sent or written; None: the sum over the engines.
+    """
+    result = PushResult(
+        version=version,
+        checksum=checksum,
+        sent_bytes=sum(ack.sent_bytes for ack in acks) if sent_bytes is None else sent_bytes,
+        full_bytes=full_bytes,
+        duration_s=time.perf_counter() - start,
+        acks=tuple(acks),
+        engine_checksum=engine_checksum,
+    )
+    reasons = "; ".join(f"{ack.engine}: {ack.error}" for ack in acks if ack.error is not None)
+    if reasons and len(result.failed_engines) == len(acks):
+        is_refused = any(ack.is_refused for ack in acks)
+        raise PushFailed(f"no engine has taken version {version}: {reasons}", is_refused)
+    _log.info(
+        "version %d: %.3f MB in %.2f s; failed: %s",
+        version,
+        result.sent_bytes / 1e6,
+        result.duration_s,
+        reasons,
+    )
+    return result

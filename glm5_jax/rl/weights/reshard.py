@@ -1,15 +1,16 @@
-"""Weights to engines of the same process, from the trainer's devices to theirs."""
+"""Pushes weights to engines of the same process, from the trainer's devices to the engines' devices."""
 
 import functools
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, PyTree, UInt32
 
 from glm5_jax.checkpoint.manifest import transfer_dtypes
 from glm5_jax.inference.engine import Engine
@@ -18,15 +19,23 @@ from glm5_jax.inference.weights import should_load
 from glm5_jax.inference.worker import Worker
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import Lazy, flatten, map_with_path
-from glm5_jax.rl.weights.pusher import HELD, WHOLE, NotPushed, Pushed, SyncConfig, Told, reported
+from glm5_jax.rl.weights.pusher import (
+    CURRENT,
+    FULL,
+    EngineAck,
+    PushFailed,
+    PushResult,
+    SyncConfig,
+    make_result,
+)
 
 
-class Reshard:
-    """To engines of this process, on meshes of their own or on the trainer's devices: leaf by leaf, cast where it
-    comes from, so that no second copy of the model exists. Engines served have their `Worker` told, and answer
-    between two steps.
+class ReshardPusher:
+    """Pusher to engines of this process, on other meshes or on the trainer's devices.
 
-    What an engine gets is its own: the trainer may write over its weights at once.
+    Leaves are cast on the trainer's devices and transferred one at a time, so that no second copy of the model exists.
+    An engine with a `Worker` loads them between two steps. The engines' arrays are copies: the trainer may overwrite its
+    weights at once.
     """
 
     def __init__(self, engines: Sequence[Engine | Worker], config: SyncConfig = SyncConfig()):
@@ -34,122 +43,156 @@ class Reshard:
             raise ValueError("there is no engine; give at least one")
         if jax.process_count() > 1:
             raise ValueError(
-                f"this pod has {jax.process_count()} processes, and an engine has one; use SharedStorage or Network"
+                f"this pod has {jax.process_count()} processes, and an engine has one; use SharedStoragePusher or "
+                "NetworkPusher"
             )
         self._engines, self._config, self._count = tuple(engines), config, len(engines)
-        self._held: dict[int, tuple[int, str]] = {}  # by the engine's place
-        self._given: int | None = None  # the version that all should have
+        self._loaded: dict[int, tuple[int, str]] = {}  # version and checksum by the engine's index
+        self._pushed_version: int | None = None  # version that all engines should have
 
-    def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
-        """The weights on the engines' devices. WeightsLost if the numbers that arrived are not those that were sent:
-        the engine has then failed."""
+    def push(self, params: PyTree, version: int, *, rewind: bool = False) -> PushResult:
+        """Loads the weights into all engines; see `Pusher`.
+
+        Raises WeightsLost if an array arrived with other numbers than were sent; the engine has then failed.
+        """
         jax.block_until_ready(params)
-        began, self._given = time.perf_counter(), None
-        told, checksums = zip(*(self._one(i, params, version, rewind) for i in range(self._count)))
-        sent, self._given = sum(own.bytes for own in told), version
-        return reported(version, checksums[0], sent, self._size(params, 0), began, told)
+        start, self._pushed_version = time.perf_counter(), None
+        acks, checksums = zip(
+            *(self._push_to(i, params, version, rewind) for i in range(self._count))
+        )
+        self._pushed_version = version
+        return make_result(
+            version=version,
+            checksum=checksums[0],
+            full_bytes=self._num_bytes(params, 0),
+            start=start,
+            acks=acks,
+        )
 
-    def refresh(self, params, version: int) -> Pushed | None:
-        """See `Pusher`: these engines live as long as the trainer, but one may not have taken a push in time."""
-        held = {self._inner(i).version for i in range(self._count)}
-        return None if held == {self._given} else self.push(params, version, rewind=True)
+    def refresh(self, params: PyTree, version: int) -> PushResult | None:
+        """Pushes again if an engine has not taken the last push in time; see `Pusher`."""
+        versions = {self._engine(i).version for i in range(self._count)}
+        if versions == {self._pushed_version}:
+            return None
+        return self.push(params, version, rewind=True)
 
-    def _one(self, place: int, params, version: int, rewind: bool) -> tuple[Told, str]:
-        engine, (held, known) = self._inner(place), self._held.get(place, (None, None))
+    def _push_to(
+        self, index: int, params: PyTree, version: int, rewind: bool
+    ) -> tuple[EngineAck, str]:
+        """Loads the weights into one engine unless it has them. Returns its ack and the checksum of the weights."""
+        engine = self._engine(index)
+        loaded_version, loaded_checksum = self._loaded.get(index, (None, None))
         check_params(params, engine.cfg)
-        if held != engine.version:
-            known = None  # its weights came otherwise
-        same = self._checksum(params, engine) if known and held == version else None
-        if not should_load(version, same, engine.version, known, rewind):
-            return Told(str(place), HELD, 0), same
-        sums: dict[str, np.ndarray] = {}
-        lazy, policy = self._lazy(params, engine, sums), self._config.policy
-        self._run(place, lambda own: own.update_weights(lazy, version, policy))
-        self._held[place] = version, _summed(sums.items())
-        return Told(str(place), WHOLE, self._size(params, place)), self._held[place][1]
+        if loaded_version != engine.version:
+            loaded_checksum = None  # the weights are from another source
+        checksum = None
+        if loaded_checksum and loaded_version == version:
+            checksum = self._checksum(params, engine)
+        is_outdated = should_load(version, checksum, engine.version, loaded_checksum, rewind)
+        if checksum is not None and not is_outdated:
+            return EngineAck(str(index), CURRENT, 0), checksum
+        fingerprints: dict[str, np.ndarray] = {}
+        lazy, policy = self._lazy_params(params, engine, fingerprints), self._config.policy
+        self._run(index, lambda engine: engine.update_weights(lazy, version, policy))
+        checksum = _checksum_of(fingerprints.items())
+        self._loaded[index] = version, checksum
+        return EngineAck(str(index), FULL, self._num_bytes(params, index)), checksum
 
-    def _inner(self, place: int) -> Engine:
-        engine = self._engines[place]
+    def _engine(self, index: int) -> Engine:
+        engine = self._engines[index]
         return engine.engine if isinstance(engine, Worker) else engine
 
-    def _run(self, place: int, update) -> None:
-        engine = self._engines[place]
+    def _run(self, index: int, update: Callable[[Engine], None]) -> None:
+        """Runs an update of an engine, in the thread of its worker if it has one."""
+        engine = self._engines[index]
         if isinstance(engine, Engine):
             update(engine)
             return
-        future, limit = engine.call(update), self._config.load_seconds
+        future, timeout_s = engine.call(update), self._config.load_timeout_s
         try:
-            future.result(limit)
+            future.result(timeout_s)
         except TimeoutError:
             future.cancel()
-            raise NotPushed(f"the engine has not taken the weights within {limit} s") from None
+            raise PushFailed(f"the engine has not taken the weights within {timeout_s} s") from None
 
-    def _size(self, params, place: int) -> int:
-        """Bytes that travel."""
-        kinds = transfer_dtypes(self._inner(place).cfg, self._config.dtype)
+    def _num_bytes(self, params: PyTree, index: int) -> int:
+        """Returns the bytes of all weights as they are transferred."""
+        dtypes = transfer_dtypes(self._engine(index).cfg, self._config.dtype)
         leaves = flatten(params).items()
-        return sum(math.prod(x.shape) * kinds[path].itemsize for path, x in leaves)
+        return sum(math.prod(x.shape) * dtypes[path].itemsize for path, x in leaves)
 
-    def _checksum(self, params, engine: Engine) -> str:
-        kinds = transfer_dtypes(engine.cfg, self._config.dtype)
+    def _checksum(self, params: PyTree, engine: Engine) -> str:
+        """Returns the checksum of the weights as they are transferred."""
+        dtypes = transfer_dtypes(engine.cfg, self._config.dtype)
         leaves = flatten(params).items()
-        return _summed((path, fingerprint(_cast(x, kinds[path]))) for path, x in leaves)
+        return _checksum_of((path, fingerprint(_cast(x, dtypes[path]))) for path, x in leaves)
 
-    def _lazy(self, params, engine: Engine, sums: dict):
-        """The parameters as leaves that travel when they are made; sums: gets their fingerprints."""
-        computed, kinds = engine.computation, transfer_dtypes(engine.cfg, self._config.dtype)
-        if computed.mesh is not None:
-            where = flatten(glm5.param_shardings(engine.cfg, computed.mesh))
+    def _lazy_params(
+        self, params: PyTree, engine: Engine, fingerprints: dict[str, np.ndarray]
+    ) -> PyTree:
+        """Returns the parameters as lazy leaves, which are transferred when they are materialized.
+
+        fingerprints: receives the fingerprint of each leaf by its path.
+        """
+        computation = engine.computation
+        dtypes = transfer_dtypes(engine.cfg, self._config.dtype)
+        if computation.mesh is not None:
+            targets = flatten(glm5.param_shardings(engine.cfg, computation.mesh))
         else:
-            [device] = jax.tree.leaves(computed.params)[0].devices()
-            where = dict.fromkeys(kinds, device)
+            [device] = jax.tree.leaves(computation.params)[0].devices()
+            targets = dict.fromkeys(dtypes, device)
 
-        def leaf(path, x):
-            def make():
-                own = _cast(x, kinds[path])
-                # What is there is not put there: bound to its device, it would be another program's argument.
-                there = own.devices() == {where[path]}
-                new = own if there else jax.device_put(own, where[path])
-                sums[path], arrived = jax.device_get((fingerprint(own), fingerprint(new)))
-                if not np.array_equal(sums[path], arrived):
+        def make_lazy(path: str, x: Array) -> Lazy:
+            def transfer() -> jax.Array:
+                source = _cast(x, dtypes[path])
+                # An array on its target is not put there: an array bound to a device is another program's argument.
+                is_local = source.devices() == {targets[path]}
+                copy = source if is_local else jax.device_put(source, targets[path])
+                fingerprints[path], arrived = jax.device_get(
+                    (fingerprint(source), fingerprint(copy))
+                )
+                if not np.array_equal(fingerprints[path], arrived):
                     raise ValueError(f"{path} has arrived with other numbers than it was sent with")
-                return new
+                return copy
 
-            return Lazy(x.shape, kinds[path], make)
+            return Lazy(x.shape, dtypes[path], transfer)
 
-        return map_with_path(leaf, params)
+        return map_with_path(make_lazy, params)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _cast(x, dtype):
-    """A copy, on x's devices, in a dtype."""
+def _cast(x: Array, dtype: np.dtype) -> Array:
+    """Returns a copy of an array in another dtype, on the same devices."""
     return jnp.copy(x.astype(dtype))
 
 
 @jax.jit
-def fingerprint(x) -> jax.Array:
-    """uint32[2] of an array's bits and their places, the same however it is cut over devices: sums of integers do not
-    depend on their order."""
+def fingerprint(x: Array) -> UInt32[Array, "2"]:
+    """Returns a fingerprint of the bits of an array and their positions.
+
+    It does not depend on the sharding, because sums of integers do not depend on their order.
+    """
     bits = lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}").astype(jnp.uint32)
-    at = jnp.zeros(bits.shape, jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
     for dim, size in enumerate(bits.shape):
-        at = at * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+        index = lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+        position = position * jnp.uint32(size) + index
     return jnp.stack(
         [
-            jnp.sum(_mixed(bits ^ _mixed(at + jnp.uint32(salt))), dtype=jnp.uint32)
+            jnp.sum(_mix(bits ^ _mix(position + jnp.uint32(salt))), dtype=jnp.uint32)
             for salt in (1, 0x85EBCA6B)
         ]
     )
 
 
-def _mixed(h):
-    """uint32 whose bits all depend on all of h's (the end of MurmurHash3)."""
+def _mix(h: Array) -> Array:
+    """Returns uint32 whose bits all depend on all bits of h (finalizer of MurmurHash3)."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         h = (h ^ (h >> shift)) * jnp.uint32(factor)
     return h
 
 
-def _summed(sums: Iterable[tuple[str, np.ndarray]]) -> str:
-    """A checksum of leaves' fingerprints."""
-    told = sorted(f"{path} {' '.join(map(str, np.asarray(own)))}\n" for path, own in sums)
-    return hashlib.sha256("".join(told).encode()).hexdigest()[:32]
+def _checksum_of(fingerprints: Iterable[tuple[str, Array | np.ndarray]]) -> str:
+    """Returns the checksum of the leaves' fingerprints."""
+    lines = sorted(f"{path} {' '.join(map(str, np.asarray(f)))}\n" for path, f in fingerprints)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]

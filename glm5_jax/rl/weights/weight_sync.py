@@ -1,163 +1,227 @@
-"""Weights from a trainer to the engines that sample for it, each time with their version: the optimiser's steps.
+"""Pushes weights from the trainer to its rollout engines. Each push has a version: the number of optimiser steps.
 
-    pusher = Network(cfg, ["http://10.0.0.1:8000"], SyncConfig(delta=True))
-    pushed = pusher.push(state["params"], int(state["step"]))       # every K updates
+    pusher = NetworkPusher(cfg, ["http://10.0.0.1:8000"], SyncConfig(delta=True))
+    result = pusher.push(state["params"], int(state["step"]))      # every K updates
     state = reset_optimizer(state)                                 # GLM-5 4.1.1
 
-    Network         over HTTP, in buckets, at need only what has changed
-    SharedStorage   through a folder that trainer and engines see
-    Reshard         to engines of this process, device to device (reshard.py)
+    NetworkPusher         over HTTP in buckets, optionally only the changes
+    SharedStoragePusher   through a folder that trainer and engines share
+    ReshardPusher         to engines of this process, from device to device (reshard.py)
 
-All give engines the same bits, in the dtype that they compute with, and compare checksums of both ends. A push of
-what an engine holds already changes nothing. Versions rise; a trainer that went back to a checkpoint pushes what it
-goes on from with `rewind`, before it samples anything: engines then leave the versions that it has made since and
-that it will make again with other numbers.
+All pushers give engines the same bits, in the dtype of the engines' computation, and compare checksums of both ends. A
+push of weights that an engine has changes nothing. Versions increase. A trainer that went back to a checkpoint pushes its
+weights with `rewind` before it samples: engines then drop the later versions, which the trainer will make again with other
+numbers.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import pathlib
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
-import aiohttp
 import jax
 import numpy as np
+from jaxtyping import PyTree
 from safetensors.numpy import save
 
 from glm5_jax.checkpoint.hf_export import named_tensors, save_hf
 from glm5_jax.checkpoint.manifest import FILE, Manifest, transfer_dtypes
 from glm5_jax.config import ModelConfig
+from glm5_jax.inference.request_bodies import (
+    AbortPush,
+    BeginPush,
+    CommitPush,
+    UpdateRequest,
+    WeightBase,
+)
 from glm5_jax.inference.weights import AT, MASK, VALUES
 from glm5_jax.parallel import multihost
-from glm5_jax.rl.weights.pusher import CHANGES, HELD, WHOLE, Pushed, SyncConfig, Told, reported
+from glm5_jax.rl.weights.engine_connection import (
+    EngineConnection,
+    EngineError,
+    connect_engines,
+    without_error,
+)
+from glm5_jax.rl.weights.pusher import (
+    CURRENT,
+    DELTA,
+    FULL,
+    EngineAck,
+    PushResult,
+    SyncConfig,
+    make_result,
+)
 from glm5_jax.runtime.coroutines import run_sync
-from glm5_jax.runtime.http_server import load_api_key
+
+Tensors = dict[str, np.ndarray]
 
 
-class _Engines:
-    """Behind HTTP. Subclasses push to those in `engines`, which may be set anew between pushes."""
+class _HttpPusher:
+    """Base of the pushers to engines that are HTTP servers.
+
+    Attributes:
+      engines: URLs of the engines; may be replaced between two pushes.
+    """
 
     def __init__(self, engines: Sequence[str], config: SyncConfig):
         self.engines, self._config = tuple(engines), config
-        self._given: tuple[int, str] | None = None  # version and checksum that all should have
+        # Version and checksum of the last push, which all engines should have; None during a push.
+        self._pushed: tuple[int, str] | None = None
 
-    def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
+    def push(self, params: PyTree, version: int, *, rewind: bool = False) -> PushResult:
         raise NotImplementedError
 
-    def refresh(self, params, version: int) -> Pushed | None:
-        """See `Pusher`."""
-        given, limit = self._given, self._config.look_seconds
-        states = multihost.broadcast_from_first(lambda: run_sync(self._states(limit)))
-        there = [url for url, own in states.items() if "error" not in own]
-        lacking = [url for url in there if _held(states[url]) != given]
-        if not lacking:
+    def refresh(self, params: PyTree, version: int) -> PushResult | None:
+        """Sends the weights to the engines that need them; see `Pusher`."""
+        pushed, timeout_s = self._pushed, self._config.state_timeout_s
+        states = multihost.broadcast_from_first(lambda: run_sync(self._states(timeout_s)))
+        responding = [url for url, state in states.items() if "error" not in state]
+        outdated = [url for url in responding if _version_of(states[url]) != pushed]
+        if not outdated:
             return None
-        others = self.engines
-        self.engines = tuple(lacking if given and given[0] == version else there)
+        all_engines = self.engines
+        self.engines = tuple(outdated if pushed and pushed[0] == version else responding)
         try:
             return self.push(params, version, rewind=True)
         finally:
-            self.engines = others
+            self.engines = all_engines
 
-    async def _states(self, seconds: float | None = None) -> dict[str, dict]:
-        """What engines hold; of those that do not answer, the error."""
-        async with _opened(self.engines, self._config) as engines:
-            asked = (engine.trying(engine.ask("/weights", seconds=seconds)) for engine in engines)
-            found = await asyncio.gather(*asked)
-        return {engine.url: own or {"error": engine.error} for engine, own in zip(engines, found)}
+    async def _states(self, timeout_s: float | None = None) -> dict[str, dict]:
+        """Returns the state of each engine by URL; {"error": why} if it does not respond."""
+        async with connect_engines(self.engines, self._config) as engines:
+            requests = (
+                engine.attempt(engine.request("/weights", timeout_s=timeout_s))
+                for engine in engines
+            )
+            states = await asyncio.gather(*requests)
+        return {
+            engine.url: state or {"error": engine.error} for engine, state in zip(engines, states)
+        }
 
-    def _reported(self, version: int, checksum: str, sent: int, *more) -> Pushed:
-        """As `reported`; what all engines should have is then known."""
-        pushed = reported(version, checksum, sent, *more)
-        self._given = (version, checksum)
-        return dataclasses.replace(pushed, shown=checksum)
+    def _finish(self, result: PushResult) -> PushResult:
+        """Records the version that all engines should have, and returns the result with the engines' checksum."""
+        self._pushed = (result.version, result.checksum)
+        return dataclasses.replace(result, engine_checksum=result.checksum)
 
 
-class SharedStorage(_Engines):
-    """Through a folder that trainer and engines see under one path: FOLDER/VERSION is a HuggingFace folder with a
-    manifest, whole or not there. The folder is one trainer's alone. On a pod all processes push."""
+class SharedStoragePusher(_HttpPusher):
+    """Pusher through a folder that trainer and engines see under one path.
+
+    FOLDER/VERSION is a HuggingFace folder with a manifest. It is complete or does not exist. Only one trainer may use the
+    folder. On a pod all processes push.
+
+    - engines: URLs of servers that load the weights; without any the folder is only written.
+    - tokenizer: saved with every version, so that the folder can be served; None: no tokenizer.
+    """
 
     def __init__(
         self,
         cfg: ModelConfig,
-        folder,
+        folder: str | pathlib.Path,
         engines: Sequence[str] = (),
         config: SyncConfig = SyncConfig(),
-        tokenizer=None,
+        tokenizer: Any = None,
     ):
-        """engines: URLs of servers that take weights, without any the folder is only written; it may be set anew
-        between pushes. tokenizer: saved with every version, so that it can be served."""
         super().__init__(engines, config)
         self._cfg, self._tokenizer = cfg, tokenizer
         self._folder = pathlib.Path(folder).absolute()
 
-    def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
-        """The weights in the folder, and in the engines that it was told. OSError or ValueError if they cannot be
-        written; what was there before still is."""
+    def push(self, params: PyTree, version: int, *, rewind: bool = False) -> PushResult:
+        """Writes the weights to the folder, and makes the engines load them; see `Pusher`.
+
+        Raises OSError or ValueError if they cannot be written; earlier versions are then unchanged.
+        """
         jax.block_until_ready(params)
-        began, out, self._given = time.perf_counter(), self._folder / str(version), None
+        start, out, self._pushed = time.perf_counter(), self._folder / str(version), None
         multihost.run_on_first(lambda: self._clear(version + 1 if rewind else None))
-        there = multihost.all_gather_objects(out.exists())[0]
+
+        # A folder of this version is kept if it has the same numbers.
+        is_written = multihost.all_gather_objects(out.exists())[0]
         manifest = Manifest(version, self._cfg.arithmetic)
-        if there:
-            for name, tensor in named_tensors(params, self._cfg, self._kinds):
+        if is_written:
+            for name, tensor in named_tensors(params, self._cfg, self._dtypes):
                 manifest.add(name, tensor)
-            there = multihost.broadcast_from_first(lambda: self._is_same(out, manifest, rewind))
-        if not there:
+            is_written = multihost.broadcast_from_first(
+                lambda: self._is_same(out, manifest, rewind)
+            )
+        if not is_written:
             manifest = Manifest(version, self._cfg.arithmetic)
-            # Experts that become int4 are written as they are: engines make them so.
+            # Experts that become int4 are written as they are: engines quantise them.
             cfg = dataclasses.replace(
                 self._cfg, int4_group=None, dtype=self._config.dtype or self._cfg.dtype
             )
-            more = dict(tokenizer=self._tokenizer, dtype=self._kinds, manifest=manifest)
-            save_hf(params, out, cfg=cfg, **more)
+            save_hf(
+                params,
+                out,
+                cfg=cfg,
+                tokenizer=self._tokenizer,
+                dtype=self._dtypes,
+                manifest=manifest,
+            )
 
-        def tell():
-            told = run_sync(self._tell(out, manifest, rewind))
-            return manifest.checksum, manifest.num_bytes, told
+        def load_on_engines() -> tuple[str, int, list[dict]]:
+            acks = run_sync(self._load_on_engines(out, manifest, rewind))
+            return manifest.checksum, manifest.num_bytes, [ack._asdict() for ack in acks]
 
-        checksum, whole, told = _of_first(tell)
-        told = [Told(*own) for own in told]
-        pushed = self._reported(version, checksum, 0 if there else whole, whole, began, told)
+        checksum, num_bytes, acks = _broadcast_result(load_on_engines)
+        result = self._finish(
+            make_result(
+                version=version,
+                checksum=checksum,
+                sent_bytes=0 if is_written else num_bytes,
+                full_bytes=num_bytes,
+                start=start,
+                acks=[EngineAck(**ack) for ack in acks],
+            )
+        )
         multihost.run_on_first(self._prune)
-        return pushed
+        return result
 
     def _is_same(self, out: pathlib.Path, manifest: Manifest, rewind: bool) -> bool:
-        """Whether a folder has these numbers; one of a lineage that was left is removed."""
+        """Returns whether a folder has these numbers. With rewind a folder with others is removed."""
         if manifest.checksum == Manifest.read(out).checksum:
             return True
         if not rewind:
             raise ValueError(
                 f"{out} holds version {manifest.version} with other numbers; if the trainer went back and made it "
-                "anew, say so with rewind"
+                "again, set rewind"
             )
         shutil.rmtree(out)
         return False
 
     @property
-    def _kinds(self) -> dict[str, np.dtype]:
+    def _dtypes(self) -> dict[str, np.dtype]:
         return transfer_dtypes(self._cfg, self._config.dtype)
 
-    async def _tell(self, out: pathlib.Path, manifest: Manifest, rewind: bool) -> list[Told]:
-        said = {"path": str(out), "version": manifest.version, "policy": self._config.policy}
+    async def _load_on_engines(
+        self, out: pathlib.Path, manifest: Manifest, rewind: bool
+    ) -> list[EngineAck]:
+        """Makes all engines load the folder."""
+        body = UpdateRequest(
+            path=str(out), version=manifest.version, policy=self._config.policy, rewind=rewind
+        )
 
-        async def one(engine: "_Remote") -> None:
-            limit = self._config.load_seconds
-            told = await engine.ask("/update_weights", said | {"rewind": rewind}, seconds=limit)
-            engine.check(told, manifest)
+        async def load(engine: EngineConnection) -> None:
+            timeout_s = self._config.load_timeout_s
+            state = await engine.request("/update_weights", body, timeout_s=timeout_s)
+            engine.check_loaded(state, manifest)
 
-        async with _opened(self.engines, self._config) as engines:
-            await asyncio.gather(*(engine.trying(one(engine)) for engine in engines))
-        return [engine.told for engine in engines]
+        async with connect_engines(self.engines, self._config) as engines:
+            await asyncio.gather(*(engine.attempt(load(engine)) for engine in engines))
+        return [engine.ack for engine in engines]
 
     def _clear(self, first: int | None) -> None:
-        """Removes what a trainer that was killed left half-written, and versions from the first of another lineage
-        on."""
+        """Removes incomplete folders of killed trainers, and all versions from `first` on; None: no version."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob(".*.partial"):
             shutil.rmtree(path)
@@ -166,290 +230,274 @@ class SharedStorage(_Engines):
                 shutil.rmtree(self._folder / str(version))
 
     def _prune(self) -> None:
+        """Removes all but the newest versions."""
         for version in self._versions()[: -self._config.keep]:
             shutil.rmtree(self._folder / str(version))
 
     def _versions(self) -> list[int]:
-        """Those in the folder, in order."""
-        own = (path.parent.name for path in self._folder.glob(f"*/{FILE}"))
-        return sorted(int(name) for name in own if name.isdecimal())
+        """Returns the versions in the folder, in order."""
+        names = (path.parent.name for path in self._folder.glob(f"*/{FILE}"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
 
-class Network(_Engines):
-    """Over HTTP, to all engines at once: a pass over the weights, of which a bucket at a time is in memory, and each
-    engine takes them only when all has come. On a pod all processes push, and the first one sends."""
+class NetworkPusher(_HttpPusher):
+    """Pusher over HTTP, to all engines at once.
+
+    One pass over the weights sends them in buckets, one at a time in memory. An engine loads them after it has received
+    all. On a pod all processes push, and the first one sends.
+
+    engines: URLs of servers that load weights; may be replaced between two pushes.
+    """
 
     def __init__(self, cfg: ModelConfig, engines: Sequence[str], config: SyncConfig = SyncConfig()):
-        """engines: URLs of servers that take weights; they may be set anew between pushes."""
         super().__init__(engines, config)
         self._cfg = cfg
-        self._base: tuple[Manifest, dict[str, np.ndarray]] | None = None  # what was pushed last
+        # Manifest and tensors of the last push; None: unknown, or there are no delta pushes.
+        self._base: tuple[Manifest, Tensors] | None = None
 
-    def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
-        """The weights in the engines. One that does not answer in time is told of in `Pushed.lost` and holds up
-        nobody for longer than that. A delta is of the last push; an engine that holds another version gets all."""
+    def push(self, params: PyTree, version: int, *, rewind: bool = False) -> PushResult:
+        """Sends the weights to the engines; see `Pusher`.
+
+        An engine that does not respond in time is in `PushResult.failed_engines`, and delays nothing for longer than
+        that. A delta is relative to the last push; an engine with another version gets all weights.
+        """
         if not self.engines:
             raise ValueError(f"version {version} has nowhere to go; give the URL of an engine")
         jax.block_until_ready(params)
-        began, self._given = time.perf_counter(), None
+        start, self._pushed = time.perf_counter(), None
         manifest = Manifest.of(self._cfg, version, self._config.dtype)
-        states = _of_first(lambda: run_sync(self._states()))
-        # Which of those that hold this version have these numbers, only all of them tell.
-        if any(own.get("version") == version for own in states.values()):
+        states = _broadcast_result(lambda: run_sync(self._states()))
+        # Whether an engine with this version has the same numbers, only the checksum of all tensors shows.
+        if any(state.get("version") == version for state in states.values()):
             for name, tensor in self._tensors(params):
                 manifest.add(name, tensor)
         tensors = self._tensors(params)
-        checksum, told = _of_first(
-            lambda: run_sync(self._send(tensors, manifest, states, rewind)), tensors
-        )
-        told = [Told(*own) for own in told]
-        sent = sum(own.bytes for own in told)
-        return self._reported(version, checksum, sent, manifest.num_bytes, began, told)
 
-    def _tensors(self, params) -> Iterator[tuple[str, np.ndarray]]:
+        def send() -> tuple[str, list[dict]]:
+            checksum, acks = run_sync(self._send(tensors, manifest, states, rewind))
+            return checksum, [ack._asdict() for ack in acks]
+
+        checksum, acks = _broadcast_result(send, tensors)
+        return self._finish(
+            make_result(
+                version=version,
+                checksum=checksum,
+                full_bytes=manifest.num_bytes,
+                start=start,
+                acks=[EngineAck(**ack) for ack in acks],
+            )
+        )
+
+    def _tensors(self, params: PyTree) -> Iterator[tuple[str, np.ndarray]]:
         return named_tensors(params, self._cfg, transfer_dtypes(self._cfg, self._config.dtype))
 
-    async def _send(self, tensors, manifest: Manifest, states: Mapping, rewind: bool):
-        """(checksum, what became of it at each engine)."""
-        known = None not in {own.checksum for own in manifest.tensors.values()}
-        checksum = manifest.checksum if known else None
-        async with _opened(self.engines, self._config) as engines:
-            taking = []
+    async def _send(
+        self,
+        tensors: Iterator[tuple[str, np.ndarray]],
+        manifest: Manifest,
+        states: Mapping[str, dict],
+        rewind: bool,
+    ) -> tuple[str, list[EngineAck]]:
+        """Sends the weights to all engines that need them. Returns the checksum and the ack of every engine."""
+        has_checksums = None not in {tensor.checksum for tensor in manifest.tensors.values()}
+        checksum = manifest.checksum if has_checksums else None
+        async with connect_engines(self.engines, self._config) as engines:
+            # Choose the mode of each engine by its state.
+            receivers: list[EngineConnection] = []
             for engine in engines:
                 state = states[engine.url]
                 engine.error = state.get("error")
                 if checksum is not None and state.get("checksum") == checksum:
-                    engine.how = HELD if state.get("version") == manifest.version else WHOLE
-                elif self._base is not None and _is(state, self._base[0]):
-                    engine.how = CHANGES
-                if engine.error is None and engine.how != HELD:
-                    taking.append(engine)
-            if not taking:
-                return checksum, [engine.told for engine in engines]
-            name, sent = secrets.token_hex(8), None
+                    is_current = state.get("version") == manifest.version
+                    engine.mode = CURRENT if is_current else FULL
+                elif self._base is not None and _can_apply_delta(state, self._base[0]):
+                    engine.mode = DELTA
+                if engine.error is None and engine.mode != CURRENT:
+                    receivers.append(engine)
+            if not receivers:
+                return manifest.checksum, [engine.ack for engine in engines]
+
+            # Announce the tensors, send them, and commit.
+            push_id, sent = secrets.token_hex(8), None
             try:
-                begun = (self._begin(own, name, manifest, rewind) for own in taking)
-                await asyncio.gather(*(own.trying(one) for own, one in zip(taking, begun)))
-                sent = await self._stream(tensors, manifest, taking, name)
-                checksums = [own.checksum for own in manifest.tensors.values()]
-                said = {"push": name, "checksums": checksums, "policy": self._config.policy}
-
-                async def commit(engine: "_Remote") -> None:
-                    limit = self._config.load_seconds
-                    engine.check(await engine.ask("/weights/commit", said, seconds=limit), manifest)
-
-                await asyncio.gather(*(own.trying(commit(own)) for own in _well(taking)))
+                begins = (
+                    engine.attempt(self._begin(engine, push_id, manifest, rewind))
+                    for engine in receivers
+                )
+                await asyncio.gather(*begins)
+                sent = await self._stream(tensors, manifest, receivers, push_id)
+                await self._commit(receivers, push_id, manifest)
             finally:
-                # Whoever has not taken it, has no use for half of it; nor has anybody if this is cut short.
-                left = [own for own in taking if own.begun and not own.done]
-                abort = (own.trying(own.ask("/weights/abort", {"push": name})) for own in left)
-                await asyncio.gather(*abort)
+                # Engines drop a partial push, also if this one is interrupted.
+                aborts = (
+                    engine.attempt(engine.request("/weights/abort", AbortPush(push=push_id)))
+                    for engine in receivers
+                    if engine.has_begun and not engine.has_loaded
+                )
+                await asyncio.gather(*aborts)
             if sent is not None:
                 self._base = (manifest, sent)
-        return manifest.checksum, [engine.told for engine in engines]
+        return manifest.checksum, [engine.ack for engine in engines]
 
-    async def _begin(self, engine: "_Remote", name: str, manifest: Manifest, rewind: bool) -> None:
-        said = {
-            "push": name,
-            "version": manifest.version,
-            "arithmetic": manifest.arithmetic,
-            "tensors": {n: (own.dtype, own.shape) for n, own in manifest.tensors.items()},
-            "keep": self._config.delta,
-            "rewind": rewind,
-        }
-        if engine.how == CHANGES:
-            base = self._base[0]
-            of = {"base": {"version": base.version, "checksum": base.checksum}}
+    async def _begin(
+        self, engine: EngineConnection, push_id: str, manifest: Manifest, rewind: bool
+    ) -> None:
+        """Announces a push to an engine. If its weights are not the base of the delta, it gets all weights."""
+        body = BeginPush(
+            push=push_id,
+            version=manifest.version,
+            arithmetic=dict(manifest.arithmetic),
+            tensors={name: (x.dtype, x.shape) for name, x in manifest.tensors.items()},
+            keep=self._config.delta,
+            rewind=rewind,
+        )
+        if engine.mode == DELTA and self._base is not None:
+            manifest_of_base = self._base[0]
+            base = WeightBase(version=manifest_of_base.version, checksum=manifest_of_base.checksum)
             try:
-                await engine.ask("/weights/begin", said | of)
-                engine.begun = True
+                await engine.request("/weights/begin", body.replace(base=base))
+                engine.has_begun = True
                 return
-            except _Refused as refused:
-                if refused.status != 409:
+            except EngineError as error:
+                if error.status != 409:
                     raise
-                engine.how = WHOLE  # it holds something else by now
-        await engine.ask("/weights/begin", said)
-        engine.begun = True
+                engine.mode = FULL  # its weights have changed since it reported them
+        await engine.request("/weights/begin", body)
+        engine.has_begun = True
 
-    async def _stream(self, tensors, manifest: Manifest, engines, name: str) -> dict | None:
-        """Sends all that there is; the tensors, if they are kept for changes to come."""
-        if not _well(engines):
+    async def _stream(
+        self,
+        tensors: Iterator[tuple[str, np.ndarray]],
+        manifest: Manifest,
+        engines: Sequence[EngineConnection],
+        push_id: str,
+    ) -> Tensors | None:
+        """Sends all tensors. Returns them if they are the base of later deltas, else None."""
+        if not without_error(engines):
             return None
         sent = {} if self._config.delta else None
-        buckets = self._buckets(tensors, manifest, {own.how for own in _well(engines)}, sent)
+        modes = {engine.mode for engine in without_error(engines)}
+        buckets = self._buckets(tensors, manifest, modes, sent)
         loop = asyncio.get_running_loop()
-        coming = loop.run_in_executor(None, next, buckets, None)
+        # The next bucket is made in another thread while this one is sent.
+        pending = loop.run_in_executor(None, next, buckets, None)
         try:
-            while (found := await coming) is not None:
-                how, data = found
-                coming = loop.run_in_executor(None, next, buckets, None)
-                those = [own for own in _well(engines) if own.how == how]
-                await asyncio.gather(*(own.trying(own.send(name, data)) for own in those))
-                if not _well(engines):
+            while (bucket := await pending) is not None:
+                mode, data = bucket
+                pending = loop.run_in_executor(None, next, buckets, None)
+                targets = [engine for engine in without_error(engines) if engine.mode == mode]
+                sends = (engine.attempt(engine.send(push_id, data)) for engine in targets)
+                await asyncio.gather(*sends)
+                if not without_error(engines):
                     return None
         finally:
-            # A generator cannot be left while another thread is in it.
-            await asyncio.wait([coming])
+            # A generator cannot be closed while another thread runs it.
+            await asyncio.wait([pending])
         return sent
 
-    def _buckets(self, tensors, manifest: Manifest, hows, sent) -> Iterator[tuple[str, bytes]]:
-        """(how, safetensors) of about bucket_bytes; manifest gets checksums, sent what is kept."""
-        limit, filled = self._config.bucket_bytes, {how: {} for how in hows}
+    async def _commit(
+        self, engines: Sequence[EngineConnection], push_id: str, manifest: Manifest
+    ) -> None:
+        """Makes the engines without an error load what they have received."""
+        checksums = [tensor.checksum or "" for tensor in manifest.tensors.values()]
+        body = CommitPush(push=push_id, checksums=checksums, policy=self._config.policy)
+
+        async def commit(engine: EngineConnection) -> None:
+            timeout_s = self._config.load_timeout_s
+            state = await engine.request("/weights/commit", body, timeout_s=timeout_s)
+            engine.check_loaded(state, manifest)
+
+        await asyncio.gather(*(engine.attempt(commit(engine)) for engine in without_error(engines)))
+
+    def _buckets(
+        self,
+        tensors: Iterator[tuple[str, np.ndarray]],
+        manifest: Manifest,
+        modes: Iterable[str],
+        sent: Tensors | None,
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yields (mode, safetensors) of about bucket_bytes.
+
+        manifest: receives the checksums. sent: receives the tensors; None: they are not stored.
+        """
+        max_bytes = self._config.bucket_bytes
+        base_tensors = {} if self._base is None else self._base[1]
+        buckets: dict[str, Tensors] = {mode: {} for mode in modes}
         for name, tensor in tensors:
             manifest.add(name, tensor)
             if sent is not None:
                 sent[name] = tensor
-            for how, bucket in filled.items():
-                base = self._base[1][name] if how == CHANGES else None
-                for piece in pieces(name, tensor, base, limit):
-                    if bucket and _size(bucket) + _size(piece) > limit:
-                        yield how, save(bucket)
+            for mode, bucket in buckets.items():
+                base = base_tensors[name] if mode == DELTA else None
+                for piece in split_tensor(name, tensor, base, max_bytes):
+                    if bucket and _num_bytes(bucket) + _num_bytes(piece) > max_bytes:
+                        yield mode, save(bucket)
                         bucket.clear()
                     bucket |= piece
-        for how, bucket in filled.items():
+        for mode, bucket in buckets.items():
             if bucket:
-                yield how, save(bucket)
+                yield mode, save(bucket)
 
 
-def _of_first(action: Callable[[], Any], tensors: Iterable = ()) -> Any:
-    """What action gives in the first process, in JSON's types, for all of a pod; an error of its is one of all.
-    tensors: which all processes bring together, whether or not action wants them all."""
-    found = error = None
+def _broadcast_result(action: Callable[[], Any], tensors: Iterable = ()) -> Any:
+    """Runs an action in the first process of a pod, and returns its JSON result in all.
+
+    An error is raised in all processes. tensors: all processes iterate over them, because gathering a tensor is a
+    collective operation, whether or not the action uses them.
+    """
+    result = error = None
     if jax.process_index() == 0:
         try:
-            found = action()
-        except Exception as raised:
-            error = raised
+            result = action()
+        except Exception as caught:
+            error = caught
     if jax.process_count() > 1:
         for _ in tensors:
             pass
     multihost.raise_on_all(error)
-    return multihost.all_gather_objects(found)[0]
+    return multihost.all_gather_objects(result)[0]
 
 
-def pieces(
-    name: str, tensor: np.ndarray, base: np.ndarray | None, limit: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """A tensor as safetensors of at most `limit` bytes, as `inference.weights` reads them. base: what is there
-    already, of which come those pieces alone that changed, as a bit for each number and the new numbers where that is
-    shorter."""
-    if base is None and tensor.nbytes <= limit:
+def split_tensor(
+    name: str, tensor: np.ndarray, base: np.ndarray | None, max_bytes: int
+) -> Iterator[Tensors]:
+    """Yields a tensor as safetensors of at most `max_bytes`, in the format that `inference.weights` reads.
+
+    base: tensor that the engine has; None: none. With a base only the pieces that changed are sent, as a bit for each
+    number and the new numbers if that is shorter.
+    """
+    if base is None and tensor.nbytes <= max_bytes:
         yield {name: tensor}
         return
-    flat, old = tensor.reshape(-1), None if base is None else base.reshape(-1)
-    step = limit // flat.itemsize // 8 * 8
+    flat, flat_base = tensor.reshape(-1), None if base is None else base.reshape(-1)
+    step = max_bytes // flat.itemsize // 8 * 8
     for start in range(0, flat.size, step):
         part, key = flat[start : start + step], f"{name}{AT}{start}"
-        if old is None:
+        if flat_base is None:
             yield {key: part}
             continue
-        changed = _bits(part) != _bits(old[start : start + step])
+        changed = _bits(part) != _bits(flat_base[start : start + step])
         if not changed.any():
             continue
         mask, values = np.packbits(changed), part[changed]
-        shorter = mask.nbytes + values.nbytes < part.nbytes
-        yield {key + MASK: mask, key + VALUES: values} if shorter else {key: part}
+        is_shorter = mask.nbytes + values.nbytes < part.nbytes
+        yield {key + MASK: mask, key + VALUES: values} if is_shorter else {key: part}
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    """Numbers that are equal where all bits are, zeros of both signs and NaNs too."""
+    """Returns the bits as integers, so that zeros of different sign differ and equal NaNs are equal."""
     return x.view(f"u{x.itemsize}")
 
 
-def _size(bucket: Mapping[str, np.ndarray]) -> int:
+def _num_bytes(bucket: Tensors) -> int:
     return sum(array.nbytes for array in bucket.values())
 
 
-class _Refused(Exception):
-    """An engine's answer is an error."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
+def _can_apply_delta(state: Mapping[str, Any], base: Manifest) -> bool:
+    """Returns whether an engine has the base, in memory where changes can be applied."""
+    return bool(state.get("base")) and _version_of(state) == (base.version, base.checksum)
 
 
-class _Remote:
-    """An engine behind HTTP, during one push."""
-
-    def __init__(self, url: str, client: aiohttp.ClientSession, config: SyncConfig):
-        self.url, self._client, self._config = url, client, config
-        self.how, self.error, self.bytes = WHOLE, None, 0
-        self.begun = self.done = self.refused = False
-
-    @property
-    def told(self) -> Told:
-        return Told(self.url, self.how, self.bytes, self.error, self.refused)
-
-    async def trying(self, action):
-        """What action gives; None, with the reason in `error`, if the engine does not answer or refuses."""
-        try:
-            return await action
-        except (_Refused, TimeoutError, aiohttp.ClientError, OSError) as error:
-            self.error = self.error or str(error) or type(error).__name__
-            # 409: it is at another push, or holds something else by now.
-            status = error.status if isinstance(error, _Refused) else None
-            self.refused |= status is not None and 400 <= status < 500 and status != 409
-            return None
-
-    async def send(self, name: str, data: bytes) -> None:
-        await self.ask("/weights/part", data, params={"push": name})
-        self.bytes += len(data)
-
-    def check(self, told: Mapping, manifest: Manifest) -> None:
-        """Takes note that the engine has it all, by its own account."""
-        if told.get("checksum") != manifest.checksum:
-            raise _Refused(200, f"holds {told.get('checksum')}, not {manifest.checksum}")
-        self.done = True
-
-    async def ask(self, path: str, body=None, params=None, seconds: float | None = None) -> dict:
-        """The answer to a GET, or to a POST of JSON or bytes."""
-        seconds = self._config.seconds if seconds is None else seconds
-        told = {"data": body} if isinstance(body, bytes) else {"json": body}
-        method = "GET" if body is None else "POST"
-        for left in reversed(range(self._config.tries)):
-            try:
-                async with asyncio.timeout(seconds):
-                    call = self._client.request(method, self.url + path, params=params, **told)
-                    async with call as response:
-                        status = response.status
-                        answer = await response.json(content_type=None)
-            except TimeoutError:
-                raise TimeoutError(f"no answer to {path} within {seconds} s") from None
-            except (ValueError, RecursionError):  # deep JSON, too
-                raise _Refused(status, f"the answer to {path} is no JSON ({status})") from None
-            except (aiohttp.ClientError, OSError):
-                if not left:
-                    raise
-                continue
-            if status == 200 and isinstance(answer, dict):
-                return answer
-            raise _Refused(status, _message(answer)[:1000])
-
-
-def _message(answer) -> str:
-    match answer:
-        case {"error": {"message": str(message)}}:
-            return message
-    return f"it answers {answer!r}"
-
-
-@contextlib.asynccontextmanager
-async def _opened(urls: Iterable[str], config: SyncConfig):
-    key = load_api_key(config)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    connector, never = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=never) as client:
-        yield [_Remote(url.rstrip("/"), client, config) for url in urls]
-
-
-def _well(engines: Iterable[_Remote]) -> list[_Remote]:
-    return [engine for engine in engines if engine.error is None]
-
-
-def _is(state: Mapping, base: Manifest) -> bool:
-    """Whether an engine holds a base, and has it where changes can be applied."""
-    return bool(state.get("base")) and _held(state) == (base.version, base.checksum)
-
-
-def _held(state: Mapping) -> tuple[int | None, str | None]:
+def _version_of(state: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    """Returns the version and the checksum of an engine's weights."""
     return state.get("version"), state.get("checksum")

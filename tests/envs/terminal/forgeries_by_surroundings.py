@@ -111,6 +111,11 @@ FORMS = {
                        "tests/doubled.py": "def double(x): raise NotImplementedError\n"}, DOUBLED),
     "folder copied": ({"test": "cp -r /app/. /tests/\n" + PYTEST["test"], "tests": IMPORTS + TESTS}, DOUBLED),
     "node": ({"test": PASS.format("node /tests/check.js"), "tests/check.js": NODE, **KEY}, SOLVED),
+    "library path": ({"test": "export LD_LIBRARY_PATH=/app/lib\n" + BY_KEY, **KEY}, program("/app/prog", '[ "$LD_LIBRARY_PATH" = /app/lib ] && echo 42')),
+    "library path of pytest": ({"test": "export LD_LIBRARY_PATH=/app/lib\n" + PYTEST["test"], "tests": "import os, subprocess\ndef test():\n"
+                                "    assert subprocess.check_output(['/app/prog']) == open('/tests/key', 'rb').read()\n"
+                                "    assert os.environ['LD_LIBRARY_PATH'] == '/app/lib'\n", **KEY},
+                               program("/app/prog", '[ "$LD_LIBRARY_PATH" = /app/lib ] && echo 42')),
     "perl tests": ({"test": PASS.format("perl /tests/check.pl"), "tests/check.pl": PERL, **KEY}, SOLVED),
 }  # fmt: skip
 ATTACKS = {
@@ -139,6 +144,7 @@ ATTACKS = {
     "a reward among reports": ("reports copied", program("/app/prog", "echo 1") + "echo 1 > /app/reward.json"),
     "a module with the times of the tests": ("module copied", doubled(ANYTHING.format("self"))),
     "tests in place of the tests": ("folder copied", file("/app/test_outputs.py", "def test_double(): pass\ndef test_none(): pass")),
+    "nothing, which is what cat without rights prints": ("library path", program("/app/prog", "true")),
     "answers read by a program of node": ("node", program("/app/prog", "cat /tests/key")),
     "answers read by a program of perl": ("perl tests", program("/app/prog", "cat /tests/key")),
 }  # fmt: skip

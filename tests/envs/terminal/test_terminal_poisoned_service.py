@@ -1,5 +1,5 @@
 """Poisoned tasks beside healthy ones through the whole path of reinforcement learning (acceptance check 28 of the
-specification): a trainer, the hub, services of terminal tasks, the gateway, and an engine whose policy poisons.
+specification): a trainer, the orchestrator, services of terminal tasks, the gateway, and an engine whose policy poisons.
 
 Two services, since shares and breakers are per service; that of the poisoned tasks has a healthy one too."""
 
@@ -20,7 +20,7 @@ import pytest
 
 from glm5_jax.envs.terminal import AttemptConfig, load_task
 from glm5_jax.envs.terminal.service import TerminalService
-from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
 from glm5_jax.rl.orchestrator.server import Orchestrator
 from glm5_jax.runtime.http_server import find_free_port
 from glm5_jax.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from tests.envs.leftovers import (
     still_there,
 )
 from tests.envs.terminal.folders import TOML, needs_root, own, shipped, shipped_cheats
-from tests.rl.fleet import SOON, Engine, gateway, hub_config, service_config, until
+from tests.rl.fleet import SOON, Engine, gateway, orchestrator_config, service_config, until
 from tests.rl.test_orchestrator import sessions
 
 pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), pytest.mark.slow, needs_root]
@@ -127,13 +127,16 @@ class Course:
         names.append(folder.name)
         self.asked[asked], self.commands[asked] = folder.name, (command, seconds, left)
 
-    def service(self, name, hub, **options):
-        return service(str(self.top), getattr(self, name), name=name, hub=hub, **options)
+    def service(self, name, orchestrator, **options):
+        return service(
+            str(self.top), getattr(self, name), name=name, orchestrator=orchestrator, **options
+        )
 
     def task(self, group):
         """The name of the task that a group is of."""
-        said = group.members[0].messages[1]["content"].strip()
-        return self.asked[said]
+        text = everything(group.members[0])
+        [name] = [name for asked, name in self.asked.items() if asked in text]
+        return name
 
     def check_rewards(self, found):
         """That each attempt is worth what its policy did; the tasks that were solved, and not. Of each poison one works
@@ -145,8 +148,7 @@ class Course:
                 does = learnt(member).startswith("I do it.")
                 may = task in self.healthy or task == "none"
                 assert member.reward.value == float(does and may), (task, member.reward)
-                tools = (one["content"] for one in member.messages if one["role"] == "tool")
-                said[task] += *tools, member.reward.error
+                said[task] += everything(member), member.reward.error
                 if may:
                     (solved if does else undone).add(task)
                     assert member.reward.error == ""
@@ -155,16 +157,27 @@ class Course:
         return solved, undone
 
 
-def service(top, names, *, name, hub, **options):
+def service(top, names, *, name, orchestrator, **options):
     tasks = [load_task(pathlib.Path(top, own)) for own in names]
-    options = dict(seconds=500.0 if name == "healthy" else DEADLINE, heartbeat=3.0) | options
-    return TerminalService(service_config(hub, name, **options), tasks, (), TOKENIZER, ATTEMPT)
+    options = (
+        dict(rollout_timeout_s=500.0 if name == "healthy" else DEADLINE, heartbeat_interval_s=3.0)
+        | options
+    )
+    return TerminalService(
+        service_config(orchestrator, name, **options), tasks, (), TOKENIZER, ATTEMPT
+    )
 
 
 def learnt(member):
     """The text that is trained on."""
     [record] = member.records
     return TOKENIZER.decode(record.token_ids[record.loss_mask > 0].tolist(), errors="replace")
+
+
+def everything(member):
+    """The text of a member's record."""
+    [record] = member.records
+    return TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
 
 
 class Trainer:
@@ -174,11 +187,17 @@ class Trainer:
         self.engine = Attempts(course.commands)
         self.gate = stack.enter_context(gateway(stack.enter_context(self.engine.running())))
         # As in rl_agentic.py:tiny: while bombs have the processors, heartbeats are late.
-        registry = dataclasses.replace(SOON["registry"], lost_after=60.0)
+        registry = dataclasses.replace(SOON["registry"], heartbeat_timeout_s=60.0)
         options = {"max_running": MOST, "registry": registry}
-        hub = Orchestrator(hub_config(self.gate, GROUP, BATCH, STALENESS, **options))
-        self.hub = stack.enter_context(hub.running())
-        self.client, self.step, self.groups = HubClient(self.hub, patience=10.0), 0, []
+        orchestrator = Orchestrator(
+            orchestrator_config(self.gate, GROUP, BATCH, STALENESS, **options)
+        )
+        self.orchestrator = stack.enter_context(orchestrator.running())
+        self.client, self.step, self.groups = (
+            OrchestratorClient(self.orchestrator, patience_s=10.0),
+            0,
+            [],
+        )
 
     def train(self, enough, seconds=300.0):
         """Until it has had enough."""
@@ -189,7 +208,7 @@ class Trainer:
             assert time.monotonic() < end, self.told()
             taken = self.client.take(self.step, 120)
             assert taken is not None, self.told()
-            self.client.trained(self.step)
+            self.client.mark_trained(self.step)
             self.step += 1
             self.engine.version = self.step
             self.client.push(self.step)
@@ -199,7 +218,7 @@ class Trainer:
         return json.dumps(self.client.status(), indent=1)
 
     def quiet(self, seconds):
-        """The hub's status, once no group begins any more and all have come."""
+        """The orchestrator's status, once no group begins any more and all have come."""
         self.client.pause()
         until(lambda: not self.client.status()["running"], seconds)
         return self.client.status()
@@ -210,7 +229,7 @@ class Trainer:
 
 def seconds_of(found, size):
     """Of the rollouts of groups behind the first epoch, in which images are built."""
-    return sorted(m.seconds for group in found if group.number >= size for m in group.members)
+    return sorted(m.duration_s for group in found if group.number >= size for m in group.members)
 
 
 def check_accounts(trainer, status):
@@ -218,15 +237,15 @@ def check_accounts(trainer, status):
     assert (
         status["running"] == 0
         and status["groups"] == {}
-        and status["hindered"] == ["the hub is paused"]
+        and status["blockers"] == ["the orchestrator is paused"]
     )
     step, version = status["step"], status["version"]
-    assert status["room"] == (STALENESS + version - step + 1) * BATCH - status["waiting"]
+    assert status["num_admissible"] == (STALENESS + version - step + 1) * BATCH - status["waiting"]
     for told in status["tasks"].values():
         assert told["in_flight"] == told["groups"] == 0 and told["breaker"] == "closed"
         came = told["accepted_groups"] + told["dropped_groups"]
         assert told["cancelled_groups"] == 0 and told["rollouts"] == GROUP * came
-        assert told["accepted"] == told["rollouts"] - told["failed"] and told["forfeited"] == 0
+        assert told["accepted"] == told["rollouts"] - told["failed"] and told["forfeit"] == 0
     until(lambda: sessions(trainer.gate) == 0)
 
 
@@ -234,7 +253,7 @@ def alone(course):
     """The seconds of healthy rollouts with nothing beside them."""
     with contextlib.ExitStack() as stack:
         trainer = Trainer(stack, course)
-        healthy = course.service("healthy", trainer.hub, max_inflight=MOST // 3)
+        healthy = course.service("healthy", trainer.orchestrator, max_inflight=MOST // 3)
         stack.enter_context(healthy.running())
         trainer.train(lambda: len(trainer.of("healthy")) >= 16)
         course.check_rewards(trainer.groups)
@@ -250,7 +269,7 @@ def test_healthy_groups_come_as_ever_beside_poisoned_ones_and_nothing_is_left(tm
         trainer = Trainer(stack, course)
         # Twice as many poisoned attempts as healthy ones, and neither ever has as many under way as it may.
         for name, weight in (("healthy", 1.0), ("poisoned", 2.0)):
-            one = course.service(name, trainer.hub, max_inflight=MOST, weight=weight)
+            one = course.service(name, trainer.orchestrator, max_inflight=MOST, weight=weight)
             stack.enter_context(one.running())
         until(lambda: len(trainer.client.status()["tasks"]) == 2)
         trainer.train(
@@ -314,9 +333,13 @@ def test_a_killed_service_takes_its_sandboxes_along_and_the_next_sweeps_what_is_
     course = Course(tmp_path)
     with contextlib.ExitStack() as stack:
         trainer = Trainer(stack, course)
-        healthy = course.service("healthy", trainer.hub, max_inflight=MOST)
+        healthy = course.service("healthy", trainer.orchestrator, max_inflight=MOST)
         stack.enter_context(healthy.running())
-        options = {"hub": trainer.hub, "port": find_free_port(), "max_inflight": MOST}
+        options = {
+            "orchestrator": trainer.orchestrator,
+            "port": find_free_port(),
+            "max_inflight": MOST,
+        }
         with process(course, **options) as child:
             # Fork bombs and endless output of at least four attempts.
             trainer.train(lambda: trainer.of("healthy"))

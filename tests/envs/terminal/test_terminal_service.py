@@ -1,4 +1,4 @@
-"""Terminal tasks as a task service, asked as the hub asks it: rewards, what is masked, and what is trained on."""
+"""Terminal tasks as a task service, asked as the orchestrator asks it: rewards, what is masked, and what is trained on."""
 
 import contextlib
 
@@ -6,13 +6,13 @@ import pytest
 
 from glm5_jax.envs.terminal import AttemptConfig, TaskError, load_task
 from glm5_jax.envs.terminal.service import TerminalService, load_tasks
-from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.client import OrchestratorClient
 from glm5_jax.rl.orchestrator.server import Orchestrator
 from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import ScriptedServer
 from tests.envs.terminal.folders import TOML, needs_root, own, shipped
-from tests.rl.fleet import Engine, gateway, hub_config, rollout, service_config
+from tests.rl.fleet import Engine, gateway, orchestrator_config, rollout, service_config
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 TOKENIZER = Tokenizer.load("bytes")
@@ -23,10 +23,12 @@ WRITES = ("bash", {"command": "echo 'Hello, world!' > hello.txt"})
 BUILDS = "FROM nginx:1.25\n"
 
 
-def service_of(tasks, held_out=(), hub=NOWHERE, policy=CONFIG, **options):
-    options = {"seconds": 1000.0, "max_inflight": 4} | options
+def service_of(tasks, held_out=(), orchestrator=NOWHERE, policy=CONFIG, **options):
+    options = {"rollout_timeout_s": 1000.0, "max_inflight": 4} | options
     tasks, held_out = ([load_task(folder) for folder in part] for part in (tasks, held_out))
-    return TerminalService(service_config(hub, **options), tasks, held_out, TOKENIZER, policy)
+    return TerminalService(
+        service_config(orchestrator, **options), tasks, held_out, TOKENIZER, policy
+    )
 
 
 # What is asked of whom, the reward, a part of its error, and of its metrics.
@@ -91,14 +93,14 @@ class Shellful(Engine):
 
 @pytest.mark.slow
 def test_its_rollouts_are_trained_on_as_the_gateway_kept_them(tmp_path):
-    """With a hub, the real gateway, and an engine that writes tokens of calls."""
+    """With an orchestrator, the real gateway, and an engine that writes tokens of calls."""
     task = own(tmp_path, test="cat /app/score > /logs/verifier/reward.txt")
     with contextlib.ExitStack() as stack:
         gate = stack.enter_context(gateway(stack.enter_context(Shellful().running())))
-        config = hub_config(gate, batch_groups=2, max_running=4)
+        config = orchestrator_config(gate, batch_groups=2, max_running=4)
         url = stack.enter_context(Orchestrator(config).running())
-        stack.enter_context(service_of([task], hub=url, name="terminal").running())
-        client = HubClient(url, patience=10.0)
+        stack.enter_context(service_of([task], orchestrator=url, name="terminal").running())
+        client = OrchestratorClient(url, patience_s=10.0)
         client.begin(0, 0)
         groups = client.take(0, 100)
     members = [member for group in groups for member in group.members]
@@ -130,7 +132,10 @@ def test_tasks_of_a_folder_are_learnt_from_or_held_out(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seconds": 660.0}, r"task 'own' may take 690 s .* a rollout has 660 s; raise seconds"),
+        (
+            {"rollout_timeout_s": 660.0},
+            r"task 'own' may take 690 s .* a rollout has 660 s; raise rollout_timeout_s",
+        ),
         (
             {"policy": AttemptConfig(max_tokens=300)},
             "task 'own' has .* max_tokens is 300; raise it",
@@ -143,4 +148,6 @@ def test_limits_that_leave_no_room_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match="0 tasks"):
         service_of([])
     # With less time for the policy the same rollouts end in time.
-    service_of([own(tmp_path, toml=TOML)], seconds=670.0, policy=AttemptConfig(timeout_s=5.0))
+    service_of(
+        [own(tmp_path, toml=TOML)], rollout_timeout_s=670.0, policy=AttemptConfig(timeout_s=5.0)
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5_jax.envs.terminal import TaskError, find_tasks, load_task
+from glm5_jax.envs.terminal import TaskError, TaskLimits, find_tasks, load_task
 from tests.envs.terminal.folders import SHIPPED, TOML, own, shipped
 
 OLD = """
@@ -59,14 +59,22 @@ def test_fields_old_and_new(tmp_path):
         ("[environment]\ngpus = 1", "environment.gpus = 1: not supported; it can be 0"),
         ('[environment]\ngpu_types = ["H100"]', "environment.gpu_types = ['H100']: not supported"),
         ("[[environment.mcp_servers]]\nname = 'x'", "environment.mcp_servers = "),
-        ("[environment.healthcheck]\ncommand = 'x'", "environment.healthcheck is unknown or not supported"),
+        ("[environment.healthcheck]\nretries = 2", "environment.healthcheck = {'retries': 2}: it has no command"),
+        ("[environment.healthcheck]\ncommand = 'x'\nretries = 0", "environment.healthcheck.retries = 0: it must be"),
+        ("[environment.healthcheck]\ncommand = 'x'\nport = 1", "environment.healthcheck.port is unknown or not supported"),
+        ('[environment]\nhealthcheck = "x"', "environment.healthcheck = 'x': it must be a table"),
         ('[environment]\nskills_dir = "/x"', "environment.skills_dir is unknown or not supported"),
         ('[environment]\nos = "windows"', "environment.os = 'windows': not supported; it can be 'linux'"),
         ('[environment]\nnetwork_mode = "allowlist"', "environment.network_mode = 'allowlist': not supported"),
         ('[environment]\nallowed_hosts = ["a.org"]', "environment.allowed_hosts = ['a.org']: not supported"),
         ('[agent]\nnetwork_mode = "allowlist"', "agent.network_mode = 'allowlist'"),
         ('[verifier]\nuser = "nobody"', "verifier.user = 'nobody': not supported; it can be 'root' or 0"),
-        ("[verifier.environment]\ncpus = 1", "verifier.environment is unknown or not supported"),
+        ("[verifier.environment]\ncpus = 1", "artifacts is empty, so nothing would be graded"),
+        ("[verifier.environment.tpu]\ntype = 'v5e'", "verifier.environment.tpu is unknown or not supported"),
+        ("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\ncpus = 1", "contradicts verifier.environment"),
+        ("[solution]\nuser = 'x'", "solution.user is unknown or not supported"),
+        ("[environment.tpu]\ntype = 'v5e'", "environment.tpu is unknown or not supported"),
+        ('artifacts = [{source = "/x", exclude = ["a"]}]', "exclude is not supported"),
         ('[[verifier.collect]]\ncommand = "x"', "verifier.collect = "),
         ("[[steps]]\nname = 'a'", "steps: tasks of several steps are not supported"),
         ("[agent]\ntimeout = 3", "agent.timeout is unknown or"),
@@ -90,12 +98,54 @@ def test_what_is_refused_names_the_task_and_the_field(tmp_path, text, message):
     assert str(error.value).startswith("task own: ") and message in str(error.value)
 
 
+VERIFIER = """
+artifacts = ["/app/out"]
+[environment]
+cpus = 2
+memory_mb = 512
+env = {A = "1"}
+[environment.healthcheck]
+command = "test -e /ready"
+interval_sec = 0
+[solution]
+timeout_sec = 7
+"""
+
+
+def test_reads_environment_of_tests(tmp_path):
+    task = load_task(own(tmp_path, toml=VERIFIER, **{"tests/Dockerfile": "FROM debian:12\n"}))
+    assert task.verifier.dockerfile == task.folder / "tests/Dockerfile"
+    assert (task.verifier.cpus, task.verifier.env, task.verifier.docker_image) == (2.0, {"A": "1"}, None)  # fmt: skip
+    assert (task.health_check.command, task.health_check.interval_s) == ("test -e /ready", 0.0)
+    assert task.health_check.retries == 3 and task.solution_timeout_s == 7.0
+    # A section of its own has the defaults for what it does not set.
+    own_section = VERIFIER + '[verifier.environment]\ncpus = 0.5\ndocker_image = "debian:12"\n'
+    verifier = load_task(own(tmp_path, "two", toml=own_section)).verifier
+    assert (verifier.cpus, verifier.memory_bytes, verifier.env) == (0.5, 2 << 30, {})
+    assert (verifier.context, verifier.docker_image) == ("tests", "debian:12")
+    # Without an image in it, the tests run in the agent's.
+    verifier = load_task(own(tmp_path, "three", toml=VERIFIER + "[verifier.environment]\ncpus = 1\n")).verifier  # fmt: skip
+    assert (verifier.context, verifier.cpus) == ("environment", 1.0)
+    with pytest.raises(TaskError, match="tests/Dockerfile and verifier.environment.docker_image"):
+        load_task(own(tmp_path, "four", toml=own_section, **{"tests/Dockerfile": "FROM debian:12\n"}))  # fmt: skip
+
+
+def test_checks_limits_of_the_environment_of_tests(tmp_path):
+    text = VERIFIER + "[verifier.environment]\nmemory_mb = 4096\n"
+    task = load_task(own(tmp_path, toml=text))
+    with pytest.raises(TaskError, match="it asks for memory_bytes="):
+        TaskLimits(memory_bytes=1 << 30).check(task)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("environment/docker-compose.yaml", "environment/docker-compose.yaml is not supported"),
         ("environment/.dockerignore", "environment/.dockerignore is not supported"),
-        ("tests/Dockerfile", "tests/Dockerfile is not supported"),
+        ("tests/.dockerignore", "tests/.dockerignore is not supported"),
+        ("tests/docker-compose.yaml", "tests/docker-compose.yaml is not supported"),
+        (".harborignore", ".harborignore is not supported"),
+        ("tests/Dockerfile", ".*artifacts is empty"),
         ("steps/one/instruction.md", "steps: tasks of several steps"),
     ],
 )

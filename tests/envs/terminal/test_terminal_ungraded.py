@@ -27,9 +27,16 @@ def test_names_changes_that_are_not_graded(tmp_path):
     assert result.error == "changed, not graded: /data/out, /tmp/solution.txt"
 
 
+def test_names_programs_left_running(tmp_path):
+    """A server, and a program that has ended and nobody has waited for."""
+    script = "cp /bin/sleep server; setsid ./server 60 > /dev/null 2>&1 & setsid sh -c 'true & exec sleep 60' > /dev/null 2>&1 &"
+    result = attempt(tmp_path, script, test=PASS.format("grep -qs server /proc/[0-9]*/comm"))
+    assert (result.reward, result.error) == (0.0, "left running, not graded: server, sleep")
+
+
 def test_names_no_changes_where_nothing_is_lost(tmp_path):
     ok = PASS.format("[ -e done ]")
-    assert attempt(tmp_path, "touch done /tmp/x ~/.cache", test=ok).error is None
+    assert attempt(tmp_path, "touch done /tmp/x ~/.cache; sleep 60 &", test=ok).error is None
 
 
 def test_grades_shared_task_in_sandbox_of_agent(tmp_path):

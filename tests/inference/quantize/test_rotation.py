@@ -11,7 +11,7 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.inference.quantize import rotation
-from glm5_jax.model import block, glm5
+from glm5_jax.model import attention, glm5
 from glm5_jax.model.rotated_norm import RotatedNorm
 from glm5_jax.parallel import axes
 from glm5_jax.parallel.tree import flatten, unflatten
@@ -42,13 +42,13 @@ def params(cfg):
 @functools.partial(jax.jit, static_argnames="cfg")
 def run(params, cfg):
     """Logits, hidden state and those of two MTP steps in a chain; the keys that every indexer selects."""
-    selected, select = [], block.lightning_indexer
+    selected, select = [], attention.lightning_indexer
 
     def indexer(*args, **options):
         selected.append(select(*args, **options))
         return selected[-1]
 
-    with mock.patch.object(block, "lightning_indexer", indexer):
+    with mock.patch.object(attention, "lightning_indexer", indexer):
         out = [glm5.forward(glm5.unstack(params, cfg), TOKENS, cfg)]
         for _ in range(2 if cfg.num_nextn_predict_layers else 0):
             out.append(glm5.forward_mtp(params, out[-1].hidden, TOKENS, cfg))

@@ -12,6 +12,7 @@ import pytest
 from glm5_jax import presets
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import expert_dispatch, experts, glm5
 from glm5_jax.model.generate import generate
@@ -179,11 +180,9 @@ def served(params, cfg, **options):
     """Prompts and the four tokens that an engine replies to each."""
     engine = Engine(
         glm5.Glm5(cfg, params=params),
-        page_size=8,
-        max_num_seqs=2,
-        max_length=24,
-        prefill_chunk=16,
-        **options,
+        config=EngineConfig(
+            page_size=8, max_num_seqs=2, max_length=24, prefill_chunk=16, **options
+        ),
     )
     replies = engine.generate(TOKENS[:, :14].tolist(), Sampling(max_tokens=4, temperature=0))
     return [[*prompt, *reply.ids] for prompt, reply in zip(TOKENS[:, :14].tolist(), replies)]

@@ -1,6 +1,6 @@
 """Runs commands in a sandbox."""
 
-import _signal as signal
+import _signal as signal  # pyright: ignore[reportMissingImports]: typeshed lacks it
 import ctypes
 import errno
 import os

@@ -46,7 +46,7 @@ def open_folder(parent, names, path, user=None, replace=False):
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 what = f"{name} is no folder, or a link, which is not followed"
                 raise Refused(errno.ENOTDIR, f"{path}: {what}") from None
-            raise Refused(error.errno, f"{path}: {name}: {os.strerror(error.errno)}") from None
+            raise Refused(error.errno, f"{path}: {name}: {error.strerror}") from None
         finally:
             os.close(current)
         current = inner
@@ -70,7 +70,7 @@ def open_file(folder, name, path):
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
         file = os.open(name, flags, dir_fd=folder)
     except OSError as error:
-        raise Refused(error.errno, f"{path}: {os.strerror(error.errno)}") from None
+        raise Refused(error.errno, f"{path}: {error.strerror}") from None
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
         raise Refused(errno.EINVAL, f"{path}: {kind_of(status.st_mode)}, not a regular file")
@@ -207,7 +207,7 @@ def put(task):
         try:
             put_one(folder, name, kind, mode, size, user)
         except OSError as error:
-            text = f"{path}: {os.fsdecode(below)}: {os.strerror(error.errno)}"
+            text = f"{path}: {os.fsdecode(below)}: {os.strerror(error.errno or errno.EIO)}"
             raise Refused(error.errno, text) from None
         finally:
             os.close(folder)
@@ -308,7 +308,8 @@ def copy_file(folder, to, name, path):
         open(os.open(name, flags, 0o600, dir_fd=to), "wb", 0) as copy,
     ):
         left = status.st_size
-        while left and (count := os.sendfile(copy.fileno(), source.fileno(), None, left)):
+        # The offset None means the position of the file.
+        while left and (count := os.sendfile(copy.fileno(), source.fileno(), None, left)):  # pyright: ignore[reportArgumentType]: typeshed lacks None
             left -= count
 
 

@@ -1,6 +1,6 @@
 """Starts a sandbox: builds its file system and users, then executes bubblewrap, which closes it."""
 
-import _signal as signal
+import _signal as signal  # pyright: ignore[reportMissingImports]: typeshed lacks it
 import ctypes
 import os
 

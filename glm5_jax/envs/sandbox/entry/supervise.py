@@ -8,6 +8,9 @@ after it executed a program, before the program's first instruction. The decisio
 - an interpreter with a shim is replaced by that;
 - every other program becomes an ordinary user's process and is no longer traced.
 
+Variables that tell the dynamic loader what to load (`LD_LIBRARY_PATH`) are renamed for programs with rights,
+and get their names back in programs without: only those load libraries of an attempt.
+
 A process that runs as an ordinary user already, such as tests that gave up root, is hidden from the user's
 other processes as long as it executes such programs. It loses its remaining capabilities with the first
 other program.
@@ -16,7 +19,7 @@ A file is trusted if the ordinary user does not own it, if it has not changed si
 if only root can replace it. Copies of an attempt's files, and files compiled from them, are newer.
 """
 
-import _signal as signal
+import _signal as signal  # pyright: ignore[reportMissingImports]: typeshed lacks it
 import errno
 import os
 import stat
@@ -38,6 +41,8 @@ _INLINE = (
     "-p",
     "--eval",
 )  # the next argument is a program text from the caller
+# Beginnings of the names of the dynamic loader's variables, and of these variables for programs with rights.
+_LOADER, _RENAMED = b"LD_", b"Ld_"
 _PROFILES = (".bash_profile", ".bash_login", ".profile", ".bashrc")
 _SHELL_OPTIONS_WITH_VALUE = ("-o", "+o", "-O", "+O")
 
@@ -72,7 +77,7 @@ class ProgramRights:
     def decide(self, tracee):
         """Returns True to keep rights, False to revoke them, or the path of a program to execute instead."""
         words, exe = tracee.words("cmdline"), os.path.basename(tracee.link("exe"))
-        if not words or not self._is_trusted_file(tracee.stat("exe")) or _loads_libraries(tracee):
+        if not words or not self._is_trusted_file(tracee.stat("exe")):
             return False
         started = os.path.join(tracee.link("cwd"), tracee.executed_path())
         is_trusted = self.is_trusted(started)
@@ -184,11 +189,6 @@ def _files(folder):
         for name in names:
             status = os.lstat(os.path.join(parent, name))
             yield (status.st_dev, status.st_ino), (status.st_mtime_ns, status.st_size)
-
-
-def _loads_libraries(tracee):
-    """Returns whether environment variables tell the dynamic loader which libraries to load."""
-    return any(word.startswith("LD_") for word in tracee.words("environ"))
 
 
 def _is_below(path, folder):
@@ -304,6 +304,7 @@ class Supervisor:
         return not all(_is_below(path, folder) for folder in folders)
 
     def _revoke(self, tracee):
+        tracee.rename_variables(_RENAMED, _LOADER)
         for number, path in tracee.open_paths().items():
             if path in self._policy.sealed:
                 tracee.close(number)
@@ -322,6 +323,8 @@ class Supervisor:
             self._decide_ordinary(tracee, is_helper)
             return
         decision = self._policy.decide(tracee)
+        if decision is not False:
+            tracee.rename_variables(_LOADER, _RENAMED)
         if decision is True:
             self._helpers.add(tracee.pid)
             self._resume(tracee)
@@ -346,6 +349,7 @@ class Supervisor:
         if not keeps and tracee.has_capabilities():
             tracee.drop_capabilities()
         if is_of_tests:
+            tracee.rename_variables(_LOADER, _RENAMED)
             tracee.hide()
             self._resume(tracee)
         else:

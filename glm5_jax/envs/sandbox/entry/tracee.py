@@ -189,6 +189,14 @@ class Tracee:
         self._write(address, struct.pack("Ii", _CAPABILITY_VERSION, 0) + bytes(24))
         self._call("capset", (address, address + 8, 0))
 
+    def rename_variables(self, prefix, new):
+        """Replaces the beginning of the names of variables by another one of the same length."""
+        content = b"\0" + self.read("environ")
+        at = content.find(b"\0" + prefix)
+        while at >= 0:
+            self._write(self._environment() + at, new)
+            at = content.find(b"\0" + prefix, at + 1)
+
     def close(self, descriptor):
         """Makes the process close a descriptor."""
         self._call("close", (descriptor, 0, 0))
@@ -260,10 +268,12 @@ class Tracee:
     def _replace_variable(self, old, new):
         """Overwrites a variable of the environment with a shorter one."""
         at = (b"\0" + self.read("environ")).find(b"\0" + old + b"\0")
-        if at < 0:
-            return
-        fields = self.read("stat").rpartition(b")")[2].split()
-        self._write(int(fields[47]) + at, new.ljust(len(old), b"\0"))
+        if at >= 0:
+            self._write(self._environment() + at, new.ljust(len(old), b"\0"))
+
+    def _environment(self):
+        """Returns the address of the variables of the environment."""
+        return int(self.read("stat").rpartition(b")")[2].split()[47])
 
 
 def _stopped(pid):

@@ -5,7 +5,7 @@ If that path is somewhere else, a link led to the file, no matter who made the l
 existed. The program then gets EPERM, and the path is reported.
 """
 
-import _signal as signal
+import _signal as signal  # pyright: ignore[reportMissingImports]: typeshed lacks it
 import ctypes
 import os
 import stat

@@ -19,8 +19,8 @@ decided by the executed file, from outside the sandbox (`sandbox.entry.supervise
 
 Nobody opens a file of the tests, or a reward, by a path that leads there through a link
 (`sandbox.entry.watch`). Processes of tests are hidden from the attempt's, which could read expected results
-in their arguments. Folders of the attempt are last on PATH, and are nobody's home. A reward from tests
-during which the disk was full does not count.
+in their arguments. Folders of the attempt are last on PATH, and are nobody's home. LD_LIBRARY_PATH and its like have
+no effect on programs with rights. A reward from tests during which the disk was full does not count.
 
 `terminal.forms` lists what an attempt can still forge. These files are copied into the sandbox and import
 only Python's standard library.
@@ -31,6 +31,9 @@ HOME = f"{FOLDER}/home"  # home of tests if the image's home is the work folder
 MISSING = (
     f"{FOLDER}/missing"  # holds a file for each thing that tests needed and this machine lacks
 )
+# Beginning of the dynamic loader's variables, and what stands for it in a program with rights
+# (`sandbox.entry.supervise`).
+LOADER, RENAMED = "LD_", "Ld_"
 PYTHONS = ("python", "python3")
 PACKAGERS = ("pip", "pip3", "uv", "uvx")
 FETCHERS = ("curl", "wget")

@@ -83,7 +83,7 @@ def install():
     ):
         kind.exec_module = _executing(kind.exec_module)
     creating = machinery.ExtensionFileLoader.create_module
-    machinery.ExtensionFileLoader.create_module = lambda self, spec: (
+    machinery.ExtensionFileLoader.create_module = lambda self, spec: (  # pyright: ignore[reportAttributeAccessIssue]: importlib makes the module itself for None
         None if is_of_attempt(self.path) else creating(self, spec)
     )
     run_path = runpy.run_path

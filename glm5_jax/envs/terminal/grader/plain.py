@@ -37,7 +37,7 @@ _OPERATIONS = {
     for name in "add sub mul truediv floordiv mod pow lshift rshift and_ xor or_".split()
 } | {"divmod": divmod}
 # Special method -> its result for the number in an object, and the other number.
-ARITHMETIC = {
+ARITHMETIC: dict = {
     f"__{kind}{name}__": (lambda value, other, do=do: do(other, value)) if kind == "r" else do
     for name, do in _OPERATIONS.items()
     for kind in ("", "r", "i")

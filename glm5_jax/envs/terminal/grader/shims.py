@@ -14,9 +14,11 @@ from . import (
     FETCHERS,
     FOLDER,
     INTERPRETERS,
+    LOADER,
     MISSING,
     PACKAGERS,
     PYTHONS,
+    RENAMED,
     isolation,
     privileges,
     run_pytest,
@@ -40,6 +42,8 @@ def main():
     _path_before = os.environ.pop("PATH_BEFORE", os.environ["PATH"])
     folders = _path_before.split(":")
     os.environ["PATH"] = ":".join(folder for folder in folders if folder != f"{FOLDER}/bin")
+    for variable in [variable for variable in os.environ if variable.startswith(RENAMED)]:
+        os.environ[LOADER + variable.removeprefix(RENAMED)] = os.environ.pop(variable)
     if os.getuid():
         _exec_program(name, args)
     try:

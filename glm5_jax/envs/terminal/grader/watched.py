@@ -45,7 +45,8 @@ def _work(work, sending):
 
     try:
         code = _code_of(work, report)
-        threading._shutdown()  # Python does this at exit, and os._exit does not
+        # Python does this at exit, and os._exit does not.
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]: typeshed lacks it
         atexit._run_exitfuncs()
         report(ended=True)
     except BaseException as error:
@@ -71,8 +72,8 @@ def _code_of(work, report):
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
 
 

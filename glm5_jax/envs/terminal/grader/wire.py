@@ -382,7 +382,7 @@ class Peer:
     def _proxy(self, number, label, type_name, kind, names, is_callable):
         key = (type_name, *names)
         if key not in self._classes:
-            methods = {name: _special(name) for name in names if name in SPECIAL}
+            methods: dict = {name: _special(name) for name in names if name in SPECIAL}
             methods["__doc__"] = Proxy.__dict__["__doc__"]
             if "__eq__" in methods and "__hash__" not in methods:
                 methods["__hash__"] = None

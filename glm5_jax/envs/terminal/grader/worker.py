@@ -53,6 +53,8 @@ def _load(name, path, folders, source):
     spec = importlib.util.spec_from_file_location(
         name, path, loader=loader, submodule_search_locations=folders
     )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no file of a module", name=name, path=path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

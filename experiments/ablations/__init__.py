@@ -1,0 +1,1 @@
+"""Ablations: experiments that compare several arms and write a finding."""

@@ -1,0 +1,1 @@
+"""Provides software engineering tasks: real issues with a repository, a patch and tests that it makes pass."""

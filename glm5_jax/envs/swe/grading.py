@@ -1,0 +1,339 @@
+"""Grades attempts at software engineering tasks: runs the instance's tests on the attempt's changes in a fresh sandbox.
+
+1. The attempt's work folder, or its patch, becomes a difference to the base tree, computed on the trusted side.
+2. `submissions.filter_changes` drops what an attempt may not change.
+3. A fresh sandbox over the environment's layer gets the changes. The tests come from the instance, and belong to root.
+4. Two planted tests with random names, of which one fails, show whether results are real.
+5. The project is rebuilt, and the tests run as an unprivileged user within a time limit from gold's times.
+6. Reports are read after all processes ended. The exit code comes from the process, and must agree with them.
+7. The reward is 1 if all tests of both lists pass, and 0 otherwise.
+
+Where a run gives no result, the gold patch is graded as a control. If gold does not resolve the instance either, the
+environment failed and there is no reward.
+"""
+
+import asyncio
+import dataclasses
+import posixpath
+import secrets
+import string
+from collections.abc import Mapping
+
+from glm5_jax.envs.sandbox import Sandbox, SandboxError, SandboxFileError
+from glm5_jax.envs.swe.arms import time_limit
+from glm5_jax.envs.swe.file_tree import (
+    FileTree,
+    TreeError,
+    TreeFile,
+    changed_files,
+    put_tree,
+    remove_files,
+    save_tree,
+    with_changes,
+)
+from glm5_jax.envs.swe.instance import AttemptReport, SweInstance, check_gradable
+from glm5_jax.envs.swe.layers import StoredLayer, SweLimits
+from glm5_jax.envs.swe.parsers import RunReport, exit_code_problem
+from glm5_jax.envs.swe.paths import is_test_path
+from glm5_jax.envs.swe.recipes import RECIPE_FOLDER, WORKDIR, Canaries, find_recipe
+from glm5_jax.envs.swe.resolution import Resolution, resolve
+from glm5_jax.envs.swe.runs import RebuildError, RunCommands, RunResult, rebuild, run_tests
+from glm5_jax.envs.swe.sources import apply_patch
+from glm5_jax.envs.swe.submissions import IGNORED_FOLDERS, Submission, filter_changes
+
+_TAG_LETTERS = 10
+# Makes a test file root's, and keeps others from replacing it or a folder above it.
+_PROTECT = (
+    "cd {workdir} && {{ [ ! -e {recipe} ] || chown -hR root:root {recipe}; }} && xargs -0 chown -h root:root -- && chown root:root . && chmod 1777 . "
+    "&& find . -path ./.git -prune -o -type d -user root -exec chmod 1777 {{}} +"
+)
+
+
+class AttemptError(RuntimeError):
+    """Raised for what an attempt did, so that its reward is 0."""
+
+
+class NoResultError(RuntimeError):
+    """Raised if a run gives no result, and it is unclear whether the attempt or the environment is at fault."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walls:
+    """Protections against attempts that change what tests report. Tests turn one off to show what it stops.
+
+    Attributes:
+      filters_changes: whether changes of tests and of runners' configuration are dropped.
+      restores_tests: whether the instance's tests replace those of the attempt.
+      plants_canaries: whether tests with known results are planted.
+      checks_exit_code: whether exit code and report must agree.
+      protects_tests: whether test files belong to root while the tests run.
+      requires_rebuild: whether a failing build ends the grading.
+      ignores_outputs: whether outputs of builds in the attempt's folder are left out.
+    """
+
+    filters_changes: bool = True
+    restores_tests: bool = True
+    plants_canaries: bool = True
+    checks_exit_code: bool = True
+    protects_tests: bool = True
+    requires_rebuild: bool = True
+    ignores_outputs: bool = True
+
+
+class Grader:
+    """Grader of attempts at one instance.
+
+    Args:
+      instance: task with its lists of tests.
+      layer: environment with the base tree.
+      limits: limits of sandboxes.
+      walls: protections; all of them, except in tests of one.
+
+    Raises InstanceError if the instance cannot be graded, RecipeError if its recipe is not known.
+    """
+
+    def __init__(
+        self,
+        instance: SweInstance,
+        layer: StoredLayer,
+        limits: SweLimits = SweLimits(),
+        walls: Walls = Walls(),
+    ):
+        check_gradable(instance)
+        self.instance, self.layer = instance, layer
+        self._limits, self._walls = limits, walls
+        self._recipe = find_recipe(instance.environment.recipe)
+        self._commands = RunCommands(
+            rebuild_cmds=instance.rebuild_cmds,
+            test_cmds=instance.test_cmds,
+            log_parser=instance.log_parser,
+            log_parser_source=instance.log_parser_source,
+            variables=instance.environment.variables,
+        )
+        outputs = self._recipe.build_folders if walls.ignores_outputs else ()
+        self._skipped = IGNORED_FOLDERS | set(outputs)
+        self._timeout_s = min(time_limit(instance.seconds), limits.test_timeout_s)
+        self._base: FileTree | None = None
+        self._tests: Mapping[str, TreeFile | None] = {}
+        self._gold: AttemptReport | None = None
+        self._lock = asyncio.Lock()
+
+    async def grade_patch(self, patch: str | None) -> AttemptReport:
+        """Grades a patch, as of a prediction; None or an empty text is an attempt without changes."""
+        if not (patch or "").strip():
+            return await self._grade({}, patch_exists=False)
+        async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
+            try:
+                is_applied = await apply_patch(box, patch or "", WORKDIR)
+                changes = await self._changes(box) if is_applied else {}
+            except (SandboxFileError, TreeError) as error:
+                return self._report(0.0, f"the patched tree cannot be graded: {error}")
+        if not is_applied:
+            return self._report(0.0, "the patch does not apply", patch_applied=False)
+        return await self._grade(changes)
+
+    async def grade_sandbox(self, box: Sandbox) -> AttemptReport:
+        """Grades the work folder of a sandbox in which an agent worked."""
+        try:
+            changes = await self._changes(box)
+        except (SandboxFileError, TreeError) as error:
+            return self._report(0.0, f"what the agent left cannot be graded: {error}")
+        return await self._grade(changes, patch_exists=bool(changes))
+
+    async def submission(self, changes: Mapping[str, TreeFile | None]) -> Submission:
+        """Returns what of some changes is graded."""
+        if not self._walls.filters_changes:
+            return Submission(files=changes)
+        return filter_changes(changes, await self.base_tree(), self.instance)
+
+    async def base_tree(self) -> FileTree:
+        """Returns the base tree, without outputs of the build."""
+        async with self._lock:
+            if self._base is None:
+                async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
+                    base = await save_tree(box, WORKDIR, skip=self._skipped)
+                    for text in (self.instance.test_patch, self.instance.aux_patch):
+                        if text and not await apply_patch(box, text, WORKDIR):
+                            raise SandboxError("the test patch does not apply to the base tree")
+                    patched = await save_tree(box, WORKDIR, skip=self._skipped)
+                self._tests, self._base = changed_files(base, patched), base
+            return self._base
+
+    async def _changes(self, box: Sandbox) -> dict[str, TreeFile | None]:
+        return changed_files(
+            await self.base_tree(), await save_tree(box, WORKDIR, skip=self._skipped)
+        )
+
+    async def _grade(
+        self, changes: Mapping[str, TreeFile | None], *, patch_exists: bool = True
+    ) -> AttemptReport:
+        """Grades changes, with the gold patch as a control where they give no result."""
+        try:
+            return await self._run(changes, patch_exists)
+        except AttemptError as error:
+            return self._report(0.0, str(error), patch_exists=patch_exists)
+        except (NoResultError, SandboxError) as error:
+            problem = await self._gold_problem()
+            if problem is None:
+                return self._report(0.0, str(error), patch_exists=patch_exists)
+            return self._report(
+                None,
+                str(error),
+                patch_exists=patch_exists,
+                infra_reason=f"the gold patch does not resolve it either: {problem}",
+            )
+
+    async def _gold_problem(self) -> str | None:
+        """Returns why the gold patch does not resolve the instance here and now; None: it does."""
+        if self._gold is None or not self._gold.resolved:
+            try:
+                async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
+                    if not await apply_patch(box, self.instance.patch, WORKDIR):
+                        return "it does not apply"
+                    changes = await self._changes(box)
+                self._gold = await self._run(changes, True)
+            except (AttemptError, NoResultError, SandboxError) as error:
+                return str(error)
+        return None if self._gold.resolved else self._gold.error or "some tests fail"
+
+    async def _run(
+        self, changes: Mapping[str, TreeFile | None], patch_exists: bool
+    ) -> AttemptReport:
+        submission = await self.submission(changes)
+        base = await self.base_tree()
+        tag = "".join(secrets.choice(string.ascii_lowercase) for _ in range(_TAG_LETTERS))
+        async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
+            tree = await self._put(box, base, submission)
+            canaries = None
+            if self._walls.plants_canaries:
+                canaries = self._recipe.canaries(tree, self._focus(), tag)
+                user = "root" if self._walls.protects_tests else "agent"
+                await put_tree(box, WORKDIR, canaries.files, user=user)
+            if self._walls.protects_tests:
+                await self._protect(box, tree, canaries)
+            try:
+                await rebuild(box, self._commands, self._limits.build_timeout_s)
+            except RebuildError as error:
+                if self._walls.requires_rebuild:
+                    raise NoResultError(f"it does not build: {error}") from None
+            run = await run_tests(box, self._commands, self._timeout_s)
+        return self._judge(run, canaries, submission, patch_exists)
+
+    async def _put(self, box: Sandbox, base: FileTree, submission: Submission) -> FileTree:
+        """Writes changes and tests into a sandbox; returns the tree."""
+        changes = dict(submission.files)
+        if self._walls.restores_tests:
+            changes |= self._tests
+        else:
+            changes = {**self._tests, **changes}
+        await remove_files(box, WORKDIR, [path for path, file in changes.items() if file is None])
+        written = {path: file for path, file in changes.items() if file is not None}
+        try:
+            await put_tree(box, WORKDIR, written)
+        except SandboxFileError as error:  # a link or a file where the tests need a folder, or the reverse
+            raise AttemptError(f"the changes cannot be written: {error.args[-1]}") from None
+        return with_changes(base, changes)
+
+    def _focus(self) -> list[str]:
+        return [path for path, file in self._tests.items() if file is not None]
+
+    async def _protect(self, box: Sandbox, tree: FileTree, canaries: Canaries | None) -> None:
+        """Makes test files, and the folders above them, root's."""
+        planted = set(canaries.files) if canaries else set()
+        tests = {path for path in tree if is_test_path(path)} | {*self._focus()} | planted
+        folders = {folder for path in tests for folder in _folders_above(path)}
+        names = "".join(f"{path}\0" for path in sorted({*tests, *folders}))
+        done = await box.exec(
+            ["/bin/sh", "-c", _PROTECT.format(workdir=WORKDIR, recipe=RECIPE_FOLDER)],
+            stdin=names.encode("utf-8", "surrogateescape"),
+            user="root",
+            cwd="/",
+        )
+        if done.code:
+            raise SandboxError(
+                f"tests cannot be protected: {done.stderr.decode(errors='replace')[:300]}"
+            )
+
+    def _judge(
+        self, run: RunResult, canaries: Canaries | None, submission: Submission, patch_exists: bool
+    ) -> AttemptReport:
+        """Returns the report on a run. Raises AttemptError and NoResultError."""
+        if run.exit_code is None:
+            raise NoResultError("the tests had no end within their time limit")
+        if run.report is None:
+            raise NoResultError(f"the reports cannot be trusted: {run.problem}")
+        if not run.report.has_tests:
+            why = "memory ran out" if run.out_of_memory else f"exit code {run.exit_code}"
+            raise NoResultError(f"no test was found ({why}): {run.log[-500:]}")
+        canary_ok = None
+        if canaries is not None:
+            canary_ok = has_true_canaries(run.report, canaries)
+            if not canary_ok:
+                raise AttemptError("tests were tampered with: the planted tests have other results")
+        problem = exit_code_problem(run.report, run.exit_code)
+        if self._walls.checks_exit_code and problem and not run.report.is_crashed:
+            raise AttemptError(f"the results cannot be trusted: {problem}")
+        resolution = resolve(
+            self.instance.FAIL_TO_PASS,
+            self.instance.PASS_TO_PASS,
+            run.report,
+            self.instance.MAY_SKIP,
+        )
+        return self._report(
+            float(resolution.is_resolved),
+            _dropped_note(submission) if not resolution.is_resolved else None,
+            patch_exists=patch_exists,
+            resolution=resolution,
+            canary_ok=canary_ok,
+            exit_code=run.exit_code,
+        )
+
+    def _report(
+        self,
+        reward: float | None,
+        error: str | None,
+        *,
+        patch_exists: bool = True,
+        patch_applied: bool = True,
+        resolution: Resolution | None = None,
+        canary_ok: bool | None = None,
+        exit_code: int | None = None,
+        infra_reason: str | None = None,
+    ) -> AttemptReport:
+        lists = {}
+        if resolution is not None:
+            lists = {"F2P": resolution.fail_to_pass, "P2P": resolution.pass_to_pass}
+        return AttemptReport(
+            instance_id=self.instance.instance_id,
+            patch_exists=patch_exists,
+            patch_applied=patch_applied and patch_exists,
+            resolved=reward == 1.0,
+            reward=reward,
+            error=error,
+            canary_ok=canary_ok,
+            exit_code=exit_code,
+            infra_reason=infra_reason,
+            **lists,
+        )
+
+
+def has_true_canaries(report: RunReport, canaries: Canaries) -> bool:
+    """Returns whether the planted tests are reported as they are: one passes, the other fails."""
+
+    def statuses(word: str) -> set[str]:
+        return {status for name, status in report.statuses.items() if word in name}
+
+    return statuses(canaries.passing) == {"pass"} and statuses(canaries.failing) == {"fail"}
+
+
+def _folders_above(path: str) -> list[str]:
+    folders = []
+    while path := posixpath.dirname(path):
+        folders.append(path)
+    return folders
+
+
+def _dropped_note(submission: Submission) -> str | None:
+    """Returns a description of the changes that were not graded; None if there are none."""
+    notes = [f"{path} ({reason})" for path, reason in list(submission.dropped.items())[:5]]
+    return f"not graded: {'; '.join(notes)}" if notes else None

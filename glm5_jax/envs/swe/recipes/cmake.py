@@ -1,0 +1,155 @@
+"""Recipes for C and C++ projects with CMake: tests are programs of CTest, with Unity or GoogleTest inside."""
+
+import posixpath
+import re
+from collections.abc import Sequence
+
+from glm5_jax.envs.swe.file_tree import FileTree, TreeFile, text_file
+from glm5_jax.envs.swe.recipes.plan import (
+    RESULTS,
+    SEED,
+    Canaries,
+    RecipeError,
+    RunPlan,
+    matching,
+    text_of,
+)
+
+_OPTION = re.compile(r"^\s*(?:option|cmake_dependent_option)\s*\(\s*(\w+)", re.MULTILINE)
+_ON = re.compile(r"TESTS?(?:ING)?(?:$|_)|_UTILS$")
+# Warnings of newer compilers stop builds of old sources.
+_OFF = re.compile(r"WERROR|WARNINGS?_AS_ERRORS?|CUSTOM_COMPILER_FLAGS|BENCHMARK|EXAMPLES?$|_DOCS?$")
+_NEVER = re.compile(r"SANITIZ|FUZZ|VALGRIND|COVERAGE|OVERRIDE")
+_LIBRARY = re.compile(r"^\s*add_library\s*\(\s*([^\s)]+)", re.MULTILINE)
+_SOURCES = ("*.c", "*.cc", "*.cpp", "*.cxx")
+
+
+class CMakeRecipe:
+    """Recipe of CMake.
+
+    Attributes:
+      language: "c" or "cpp".
+      name: name and version.
+    """
+
+    build_folders = ("build/",)
+
+    def __init__(self, language: str):
+        self.language = language
+        self.name = f"{language}-cmake/1"
+
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+        """Returns the commands of a project, with its options for tests turned on."""
+        if "CMakeLists.txt" not in tree:
+            raise RecipeError("there is no CMakeLists.txt at the top; leave the project out")
+        flags = " ".join(f"-D{name}={value}" for name, value in _options(tree))
+        configure = (
+            "cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 "
+            f"-DCMAKE_C_FLAGS_DEBUG=-g -DFETCHCONTENT_FULLY_DISCONNECTED=ON {flags}"
+        ).strip()
+        parser = _parser(tree)
+        tests, shuffled = _gtest_commands() if parser == "gtest" else _ctest_commands()
+        return RunPlan(
+            recipe=self.name,
+            log_parser=parser,
+            test_cmds=(tests,),
+            shuffled_cmds=(shuffled,),
+            setup_cmds=(configure, "cmake --build build"),
+            # CMake configures again where a CMakeLists.txt is newer than the build.
+            rebuild_cmds=(configure, "cmake --build build"),
+            apt=("cmake", "ninja-build", "gcc" if self.language == "c" else "g++", "pkg-config")
+            + (("libgtest-dev",) if parser == "gtest" else ()),
+        )
+
+    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+        """Returns tests in the CMakeLists.txt of the tests: in a program of GoogleTest, or two programs of CTest."""
+        lists = [path for path in matching(tree, "CMakeLists.txt") if "/" in path]
+        folders = {posixpath.dirname(path) for path in focus}
+        near = [path for path in lists if posixpath.dirname(path) in folders]
+        tests = [path for path in lists if re.search(r"(?:^|/)tests?/", path)]
+        chosen = (near or tests or ["CMakeLists.txt"])[0]
+        is_gtest = _parser(tree) == "gtest"
+        return (_gtest_canaries if is_gtest else _ctest_canaries)(tree, chosen, focus, tag)
+
+
+def _options(tree: FileTree) -> list[tuple[str, str]]:
+    """Returns the options to set, with their values."""
+    names: dict[str, str] = {}
+    for path in matching(tree, "CMakeLists.txt"):
+        for name in _OPTION.findall(text_of(tree, path)):
+            if not _NEVER.search(name):
+                value = "OFF" if _OFF.search(name) else "ON" if _ON.search(name) else ""
+                names |= {name: value} if value else {}
+    return sorted(names.items())
+
+
+def _parser(tree: FileTree) -> str:
+    texts = [text_of(tree, path) for path in matching(tree, *_SOURCES)]
+    if any("gtest/gtest.h" in text for text in texts):
+        return "gtest"
+    return "unity" if any("RUN_TEST(" in text for text in texts) else "ctest"
+
+
+def _ctest_commands() -> tuple[str, str]:
+    command = f"ctest --test-dir build -V --timeout 60 --output-junit {RESULTS}/ctest.xml"
+    return command, f"{command} --schedule-random"
+
+
+def _gtest_commands() -> tuple[str, str]:
+    def command(options: str) -> str:
+        return (
+            "code=0; for t in $(find build -type f -perm -u+x -name '*test*' ! -name '*.so*' ! -path '*CMakeFiles*' | "
+            f"sort); do $t --gtest_output=xml:{RESULTS}/$(basename $t).xml{options} || code=$?; done; exit $code"
+        )
+
+    return command(""), command(f" --gtest_shuffle --gtest_random_seed={SEED}")
+
+
+def _append(tree: FileTree, path: str, text: str) -> dict[str, TreeFile]:
+    return {path: text_file(f"{text_of(tree, path)}\n{text}")}
+
+
+def _gtest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) -> Canaries:
+    text = text_of(tree, lists)
+    names = (
+        "|".join(re.escape(posixpath.basename(path)) for path in focus if path in tree) or r"\w+"
+    )
+    programs = re.findall(rf"add_executable\s*\(\s*\"?(\w+)\"?[^)]*\b(?:{names})\b", text)
+    programs += re.findall(r"add_executable\s*\(\s*\"?(\w+)", text)
+    if not programs:
+        raise RecipeError(f"{lists} has no add_executable; leave the project out")
+    source = (
+        f"#include <gtest/gtest.h>\nTEST(A{tag}, passes) {{ EXPECT_TRUE(true); }}\n"
+        f"TEST(Z{tag}, fails) {{ EXPECT_TRUE(false); }}\n"
+    )
+    files = _append(tree, lists, f"target_sources({programs[0]} PRIVATE t{tag}.cpp)\n")
+    path = posixpath.join(posixpath.dirname(lists), f"t{tag}.cpp")
+    return Canaries(
+        files={**files, path: text_file(source)}, passing=f"A{tag}::", failing=f"Z{tag}::"
+    )
+
+
+def _ctest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) -> Canaries:
+    libraries = _LIBRARY.findall(text_of(tree, "CMakeLists.txt"))
+    names = f"a{tag}", f"z{tag}"
+    text = "".join(_ctest_program(name, libraries) for name in names)
+    folder = posixpath.dirname(lists)
+    sources = {
+        posixpath.join(folder, f"{name}.c"): text_file(f"int main(void) {{ return {code}; }}\n")
+        for name, code in zip(names, (0, 1))
+    }
+    return Canaries(
+        files={**_append(tree, lists, text), **sources},
+        passing=f"ctest::{names[0]}",
+        failing=f"ctest::{names[1]}",
+    )
+
+
+def _ctest_program(name: str, libraries: Sequence[str]) -> str:
+    """Returns the lines of CMake that add a program and its test."""
+    lines = [f"add_executable({name} {name}.c)"]
+    if (
+        libraries
+    ):  # a library that prints results when it is loaded then does so in this program too
+        lines.append(f"target_link_libraries({name} -Wl,--no-as-needed {libraries[0]})")
+    return "\n".join([*lines, f"add_test(NAME {name} COMMAND {name})", ""])

@@ -1,0 +1,128 @@
+"""Recipe for PHP projects with PHPUnit, with Debian's packages of the requirements and no Composer."""
+
+import json
+import pathlib
+import posixpath
+from collections.abc import Mapping, Sequence
+
+from glm5_jax.envs.swe.file_tree import FileTree, text_file
+from glm5_jax.envs.swe.recipes.plan import (
+    RECIPE_FOLDER,
+    RESULTS,
+    SEED,
+    WORKDIR,
+    Canaries,
+    RecipeError,
+    RunPlan,
+    first_focus,
+    matching,
+    text_of,
+)
+
+_DPKG_LISTS = pathlib.Path("/var/lib/dpkg/info")
+_DEBIAN_CLASSES = "/usr/share/php"
+_AUTOLOAD = """<?php
+$maps = %s;
+spl_autoload_register(function ($class) use ($maps) {
+    foreach ($maps as [$prefix, $folder]) {
+        if ($prefix === '' || strncmp($class, $prefix, strlen($prefix)) === 0) {
+            $file = $folder . '/' . str_replace('\\\\', '/', substr($class, strlen($prefix))) . '.php';
+            if (is_file($file)) {
+                require_once $file;
+                return;
+            }
+        }
+    }
+});
+"""
+
+
+class PhpRecipe:
+    """Recipe of PHP: an autoloader of the project's PSR-4 maps, PHPUnit without the project's configuration."""
+
+    name = "php-phpunit/1"
+    language = "php"
+    build_folders: tuple[str, ...] = ("vendor/",)
+
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+        """Returns the commands of a project. Raises RecipeError without a composer.json or tests."""
+        try:
+            composer = json.loads(text_of(tree, "composer.json"))
+        except ValueError as error:
+            raise RecipeError(
+                f"composer.json cannot be read: {error}; leave the project out"
+            ) from None
+        tests = matching(tree, "*Test.php")
+        if not tests:
+            raise RecipeError("the project has no *Test.php; leave it out")
+        packages, loaders = _requirements(composer.get("require", {}))
+        root = tests[0].partition("/")[0]
+        bootstrap = f"{RECIPE_FOLDER}/autoload.php"
+        phpunit = (
+            f"phpunit --no-configuration --bootstrap {bootstrap} --log-junit {RESULTS}/phpunit.xml "
+            "--do-not-cache-result"
+        )
+        return RunPlan(
+            recipe=self.name,
+            log_parser="phpunit",
+            test_cmds=(f"{phpunit} {root}",),
+            shuffled_cmds=(f"{phpunit} --order-by=random --random-order-seed={SEED} {root}",),
+            files={bootstrap: text_file(_autoloader(composer, loaders))},
+            apt=("php-cli", "php-xml", "php-mbstring", "phpunit", *packages),
+            per_test_cmd=f"phpunit --no-configuration --bootstrap {bootstrap} --filter {{name}} {root}",
+        )
+
+    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+        """Returns two test classes next to the first one in focus."""
+        folder = posixpath.dirname(first_focus(focus, matching(tree, "*Test.php"), "PHP"))
+        names = f"A{tag}", f"Z{tag}"
+        text = (
+            "<?php\nfinal class {0}Test extends \\PHPUnit\\Framework\\TestCase\n{{\n"
+            "    public function testIt(): void {{ $this->assertSame(1, {1}); }}\n}}\n"
+        )
+        files = {
+            posixpath.join(folder, f"{name}Test.php"): text_file(text.format(name, value))
+            for name, value in zip(names, (1, 2))
+        }
+        return Canaries(files=files, passing=f"{names[0]}Test", failing=f"{names[1]}Test")
+
+
+def _requirements(required: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Returns Debian's packages of requirements, and the autoloaders in them."""
+    packages, loaders = [], []
+    for requirement in required:
+        vendor, slash, name = requirement.partition("/")
+        if not slash:  # PHP and its extensions
+            continue
+        candidates = [f"php-{vendor}-{name}", f"php-{name}"]
+        lists = [_DPKG_LISTS / f"{package}.list" for package in candidates]
+        found = [path for path in lists if path.exists()]
+        # A package that is not installed is named by the check of packages.
+        packages.append(found[0].stem if found else candidates[0])
+        lines = found[0].read_text().split("\n") if found else []
+        sources = [line for line in lines if line.endswith(".php")]
+        with_loader = [line for line in sources if line.endswith("/autoload.php")]
+        # A package of one file defines functions, which no autoloader finds.
+        loaders += with_loader or (sources if len(sources) == 1 else [])
+    return packages, loaders
+
+
+def _autoloader(composer: Mapping, loaders: Sequence[str]) -> str:
+    maps = []
+    for section in ("autoload-dev", "autoload"):
+        for prefix, folders in composer.get(section, {}).get("psr-4", {}).items():
+            for folder in [folders] if isinstance(folders, str) else folders:
+                maps.append([prefix, posixpath.normpath(f"{WORKDIR}/{folder}")])
+    maps.append(["", _DEBIAN_CLASSES])
+    pairs = ", ".join("[" + ", ".join(_quote(text) for text in pair) + "]" for pair in maps)
+    files = [
+        f"{WORKDIR}/{path}"
+        for section in ("autoload", "autoload-dev")
+        for path in composer.get(section, {}).get("files", [])
+    ]
+    lines = [f"require_once {_quote(path)};\n" for path in [*loaders, *files]]
+    return _AUTOLOAD % f"[{pairs}]" + "".join(lines)
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

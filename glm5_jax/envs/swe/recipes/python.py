@@ -1,0 +1,88 @@
+"""Recipe for Python projects with pytest or unittest tests, which pytest runs."""
+
+import posixpath
+from collections.abc import Sequence
+
+from glm5_jax.envs.swe.file_tree import FileTree, text_file
+from glm5_jax.envs.swe.recipes.plan import (
+    RESULTS,
+    WORKDIR,
+    Canaries,
+    RecipeError,
+    RunPlan,
+    first_focus,
+    matching,
+)
+
+PYTEST_FOLDER = "/opt/python"  # pytest and what it needs, in the layer of tools
+_PATTERNS = ("test_*.py", "*_test.py")
+
+
+class PythonRecipe:
+    """Recipe of Python: no installation, sources on PYTHONPATH, pytest with a JUnit report."""
+
+    name = "python-pytest/1"
+    language = "python"
+    build_folders = ("build/", ".eggs/")
+
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+        """Returns the commands of a project. Compiled extensions are built in place."""
+        tests = matching(tree, *_PATTERNS)
+        if not tests:
+            raise RecipeError("the project has no test_*.py and no *_test.py; leave it out")
+        roots = sorted({_root(path) for path in tests})
+        # Files, not folders: pytest then runs them in this order.
+        names = " -o ".join(f"-name '{pattern}'" for pattern in _PATTERNS)
+        find = f"$(find {' '.join(roots)} \\( {names} \\) -type f | LC_ALL=C sort"
+        pytest = (
+            f"python3 -m pytest -q -p no:cacheprovider -o addopts= --junitxml={RESULTS}/junit.xml"
+        )
+        builds = bool(matching(tree, "*.pyx", "*module.c")) and "setup.py" in tree
+        build = ("python3 setup.py -q build_ext --inplace",) if builds else ()
+        return RunPlan(
+            recipe=self.name,
+            log_parser="pytest",
+            test_cmds=(f"{pytest} {find})",),
+            shuffled_cmds=(f"{pytest} {find} -r)",),
+            setup_cmds=build,
+            rebuild_cmds=build,
+            apt=("python3",),
+            variables={
+                # Without PYTHONSAFEPATH a pytest.py of the project would run instead of pytest.
+                "PYTHONSAFEPATH": "1",
+                "PYTHONPATH": ":".join(
+                    [PYTEST_FOLDER, *([f"{WORKDIR}/src"] if _has_src(tree) else []), WORKDIR]
+                ),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            },
+            per_test_cmd="python3 -m pytest -q -p no:cacheprovider -o addopts= {name}",
+        )
+
+    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+        """Returns two test modules next to the first one in focus."""
+        folder = posixpath.dirname(first_focus(focus, matching(tree, *_PATTERNS), "Python"))
+        return Canaries(
+            files={
+                posixpath.join(folder, f"test_a{tag}.py"): text_file(
+                    f"def test_a{tag}():\n    assert True\n"
+                ),
+                posixpath.join(folder, f"test_z{tag}.py"): text_file(
+                    f"def test_z{tag}():\n    assert 1 == 2\n"
+                ),
+            },
+            passing=f"test_a{tag}::test_a{tag}",
+            failing=f"test_z{tag}::test_z{tag}",
+        )
+
+
+def _root(path: str) -> str:
+    """Returns the topmost folder of a test that holds tests, or the test itself at the root."""
+    first, slash, _ = path.partition("/")
+    if not slash:
+        return path
+    return posixpath.join(*path.split("/")[:2]) if first == "src" else first
+
+
+def _has_src(tree: FileTree) -> bool:
+    return any(path.startswith("src/") for path in tree)

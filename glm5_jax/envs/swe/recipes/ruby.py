@@ -1,0 +1,102 @@
+"""Recipe for Ruby projects with RSpec or minitest, with Debian's gems."""
+
+import pathlib
+import posixpath
+import re
+from collections.abc import Sequence
+
+from glm5_jax.envs.swe.file_tree import FileTree, text_file
+from glm5_jax.envs.swe.recipes.plan import (
+    RESULTS,
+    SEED,
+    Canaries,
+    RecipeError,
+    RunPlan,
+    first_focus,
+    matching,
+    text_of,
+)
+
+_REQUIRE = re.compile(r"^require ['\"]([\w/-]+)['\"]", re.MULTILINE)
+_LIBRARIES = pathlib.Path("/usr/lib/ruby")
+_MINITEST = ("test_*.rb", "*_test.rb")
+
+
+class RubyRecipe:
+    """Recipe of Ruby: sources on the load path, no bundler, integration specs left out.
+
+    CI is not set, because helpers then load gems that measure coverage.
+    """
+
+    name = "ruby/1"
+    language = "ruby"
+    build_folders: tuple[str, ...] = ("coverage/",)
+
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+        """Returns the commands of a project, by the kind of its tests."""
+        if matching(tree, "*_spec.rb"):
+            return self._rspec_plan(tree)
+        if matching(tree, *_MINITEST):
+            return self._minitest_plan()
+        raise RecipeError("the project has no *_spec.rb and no test_*.rb; leave it out")
+
+    def _rspec_plan(self, tree: FileTree) -> RunPlan:
+        rspec = (
+            f"env -u CI rspec -I lib -I spec --format json --out {RESULTS}/rspec.json --format progress "
+            "--pattern 'spec/**/*_spec.rb' --exclude-pattern 'spec/integration/**/*_spec.rb'"
+        )
+        return RunPlan(
+            recipe=self.name,
+            log_parser="rspec",
+            test_cmds=(f"{rspec} --order defined",),
+            shuffled_cmds=(f"{rspec} --order rand:{SEED}",),
+            apt=("ruby", "ruby-rspec", *_helper_packages(tree)),
+            per_test_cmd="rspec -I lib -I spec -e {name}",
+        )
+
+    def _minitest_plan(self) -> RunPlan:
+        def command(seed: int) -> str:
+            load = 'Dir["test/**/{test_*,*_test}.rb"].sort.each { |f| require "./" + f }'
+            return f"env -u CI ruby -Ilib -Itest -e '{load}' -- -v --seed {seed}"
+
+        return RunPlan(
+            recipe=self.name,
+            log_parser="minitest",
+            test_cmds=(command(1),),
+            shuffled_cmds=(command(SEED),),
+            apt=("ruby", "ruby-minitest"),
+            per_test_cmd="ruby -Ilib -Itest {name}",
+        )
+
+    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+        """Returns two test files next to the first one in focus."""
+        specs = matching(tree, "*_spec.rb")
+        near = first_focus(focus, specs or matching(tree, *_MINITEST), "Ruby")
+        folder = posixpath.dirname(near)
+        if specs:
+            text = "RSpec.describe('{}') {{ it('holds') {{ expect(1).to eq({}) }} }}\n"
+            names = f"a{tag}_spec.rb", f"z{tag}_spec.rb"
+        else:
+            text = (
+                "require 'minitest/autorun'\nclass {0} < Minitest::Test\n"
+                "  def test_{0}; assert_equal(1, {1}); end\nend\n"
+            )
+            names = f"test_a{tag}.rb", f"test_z{tag}.rb"
+        words = f"A{tag}", f"Z{tag}"
+        files = {
+            posixpath.join(folder, name): text_file(text.format(word, value))
+            for name, word, value in zip(names, words, (1, 2))
+        }
+        return Canaries(files=files, passing=words[0], failing=words[1])
+
+
+def _helper_packages(tree: FileTree) -> list[str]:
+    """Returns Debian's packages of the gems that the specs' helper loads."""
+    names = _REQUIRE.findall(text_of(tree, "spec/spec_helper.rb"))
+    packages = []
+    for name in names:
+        is_local = any(path in tree for path in (f"lib/{name}.rb", f"spec/{name}.rb"))
+        is_standard = any(_LIBRARIES.glob(f"*.*.*/{name}.rb"))
+        if not is_local and not is_standard:
+            packages.append("ruby-" + re.sub(r"[/_]", "-", name))
+    return packages

@@ -1,0 +1,1 @@
+"""Assembles an RL run of several programs: their configuration, roles, servers and trainer."""

@@ -1,0 +1,126 @@
+"""HTTP connection of a pusher to one engine, for the duration of a push."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from typing import Any
+
+import aiohttp
+
+from glm5_jax.checkpoint.manifest import Manifest
+from glm5_jax.rl.weights.pusher import FULL, EngineAck, SyncConfig
+from glm5_jax.runtime.http_server import load_api_key
+from glm5_jax.runtime.json_structs import JsonStruct, encode
+
+
+class EngineError(Exception):
+    """Raised if the response of an engine is an error."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class EngineConnection:
+    """Connection to an engine during one push.
+
+    Attributes:
+      url: URL of the engine.
+      mode: FULL, DELTA or CURRENT.
+      error: why the push failed; None: it has not failed.
+      sent_bytes: bytes sent so far.
+      has_begun, has_loaded: whether the engine expects the push, and whether it has loaded the weights.
+      is_refused: whether the engine refused the push, and would do so again.
+    """
+
+    def __init__(self, url: str, client: aiohttp.ClientSession, config: SyncConfig):
+        self.url, self._client, self._config = url, client, config
+        self.mode, self.sent_bytes = FULL, 0
+        self.error: str | None = None
+        self.has_begun = self.has_loaded = self.is_refused = False
+
+    @property
+    def ack(self) -> EngineAck:
+        """Returns the result of the push."""
+        return EngineAck(self.url, self.mode, self.sent_bytes, self.error, self.is_refused)
+
+    async def attempt(self, action: Coroutine[Any, Any, Any]) -> Any:
+        """Returns the result of an action; None, with `error` set, if the engine does not respond or refuses."""
+        try:
+            return await action
+        except (EngineError, TimeoutError, aiohttp.ClientError, OSError) as error:
+            self.error = self.error or str(error) or type(error).__name__
+            # 409: another push is running, or the engine's weights have changed; a later push may succeed.
+            status = error.status if isinstance(error, EngineError) else None
+            self.is_refused |= status is not None and 400 <= status < 500 and status != 409
+            return None
+
+    async def send(self, push_id: str, data: bytes) -> None:
+        """Sends one bucket."""
+        await self.request("/weights/part", data, params={"push": push_id})
+        self.sent_bytes += len(data)
+
+    def check_loaded(self, state: Mapping[str, Any], manifest: Manifest) -> None:
+        """Records that the engine has loaded the weights. Raises EngineError if it reports another checksum."""
+        if state.get("checksum") != manifest.checksum:
+            raise EngineError(200, f"holds {state.get('checksum')}, not {manifest.checksum}")
+        self.has_loaded = True
+
+    async def request(
+        self,
+        path: str,
+        body: JsonStruct | bytes | None = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Sends a GET without a body, or a POST of a message or bytes, and returns the JSON response."""
+        timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
+        method = "GET" if body is None else "POST"
+        data = encode(body) if isinstance(body, JsonStruct) else body
+        num_tries = 0
+        while True:
+            num_tries += 1
+            status = 0
+            try:
+                async with asyncio.timeout(timeout_s):
+                    call = self._client.request(method, self.url + path, params=params, data=data)
+                    async with call as response:
+                        status = response.status
+                        value = await response.json(content_type=None)
+            except TimeoutError:
+                raise TimeoutError(f"no answer to {path} within {timeout_s} s") from None
+            except (ValueError, RecursionError):  # not JSON, or nested too deeply
+                raise EngineError(status, f"the answer to {path} is no JSON ({status})") from None
+            except (aiohttp.ClientError, OSError):
+                if num_tries >= self._config.max_tries:
+                    raise
+                continue
+            if status == 200 and isinstance(value, dict):
+                return value
+            raise EngineError(status, _error_message(value)[:1000])
+
+
+def _error_message(value: Any) -> str:
+    match value:
+        case {"error": {"message": str(message)}}:
+            return message
+    return f"it answers {value!r}"
+
+
+@contextlib.asynccontextmanager
+async def connect_engines(
+    urls: Iterable[str], config: SyncConfig
+) -> AsyncIterator[list[EngineConnection]]:
+    """Opens a connection to each URL, with the key of the config, and closes all of them."""
+    key = load_api_key(config)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    connector, no_timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(
+        headers=headers, connector=connector, timeout=no_timeout
+    ) as client:
+        yield [EngineConnection(url.rstrip("/"), client, config) for url in urls]
+
+
+def without_error(engines: Iterable[EngineConnection]) -> list[EngineConnection]:
+    """Returns the engines whose push has not failed."""
+    return [engine for engine in engines if engine.error is None]

@@ -1,0 +1,332 @@
+"""Attempts that cheat: each scores 0, and scores 1 or gives another wrong result when its wall is taken away."""
+
+import asyncio
+import dataclasses
+import stat
+
+import pytest
+
+from glm5_jax.envs.sandbox import Layer, Sandbox
+from glm5_jax.envs.swe.file_tree import (
+    TreeFile,
+    put_tree,
+    remove_files,
+    text_file,
+    without_folders,
+)
+from glm5_jax.envs.swe.grading import Grader, Walls
+from glm5_jax.envs.swe.layers import StoredLayer, SweLimits
+from glm5_jax.envs.swe.recipes import WORKDIR
+from glm5_jax.envs.swe.resolution import resolve
+from glm5_jax.envs.swe.sources import REMOVED_FOLDERS
+from glm5_jax.envs.swe.validation import leak_of
+from tests.envs.swe.tiny_project import (
+    BASE,
+    FAIL_TO_PASS,
+    FIXED,
+    NEW_TESTS,
+    OLD_TESTS,
+    PASS_TO_PASS,
+    source_with,
+)
+
+pytestmark = pytest.mark.slow
+
+_OPEN = {"filters_changes": False, "plants_canaries": False}
+_ALL_PASS = """
+import pytest
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    report.outcome, report.longrepr = "passed", None
+"""
+_REPORTS = """
+import sys
+try:
+    import _pytest.reports as reports
+    made = reports.TestReport.from_item_and_call.__func__
+    def forged(cls, item, call):
+        report = made(cls, item, call)
+        report.outcome, report.longrepr = "passed", None
+        return report
+    reports.TestReport.from_item_and_call = classmethod(forged)
+except ImportError:
+    pass
+"""
+_CASES = "".join(
+    f'<testcase classname="{name.split("::")[0]}" name="{name.split("::")[1]}" time="0"/>'
+    for name in (*FAIL_TO_PASS, *PASS_TO_PASS)
+)
+_FORGED_REPORT = f"""
+import os
+with open("/results/junit.xml", "w") as file:
+    file.write('<testsuites><testsuite name="pytest" errors="0" failures="0" skipped="0" tests="4">{_CASES}</testsuite></testsuites>')
+os._exit(0)
+"""
+_OVERWRITE = f"""
+import os
+for name, text in (("test_calc.py", {OLD_TESTS!r}), ("test_more.py", {NEW_TESTS!r})):
+    body = "".join(line + ("\\n    return\\n" if line.startswith("def ") else "\\n") for line in text.split("\\n"))
+    try:
+        os.unlink("/testbed/tests/" + name)
+        open("/testbed/tests/" + name, "w").write(body)
+    except OSError:
+        pass
+"""
+
+
+def _trivial(text: str) -> TreeFile:
+    """Returns tests of the same names that check nothing."""
+    lines = ["    pass" if line.startswith("    ") else line for line in text.split("\n")]
+    return text_file("\n".join(lines))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cheat:
+    """Attempt that cheats.
+
+    Attributes:
+      files: what it writes.
+      open_walls: walls that are taken away for the control.
+      variables: environment variables that replace the instance's in the control; None: the same.
+      rebuild_cmds: commands of the instance; None: the same.
+    """
+
+    files: dict[str, TreeFile]
+    open_walls: dict[str, bool]
+    variables: dict[str, str] | None = None
+    rebuild_cmds: tuple[str, ...] | None = None
+
+
+_PLUGIN = {
+    "evil.py": text_file(_ALL_PASS),
+    "evil-1.dist-info/METADATA": text_file("Metadata-Version: 2.1\nName: evil\nVersion: 1\n"),
+    "evil-1.dist-info/entry_points.txt": text_file("[pytest11]\nevil = evil\n"),
+}
+_BUILD = (
+    "test -f calc/__init__.py",
+    "mkdir -p build/lib && cp -r calc build/lib/",
+)
+CHEATS = {
+    "rewrites the tests": Cheat(
+        files={
+            "tests/test_calc.py": _trivial(OLD_TESTS),
+            "tests/test_more.py": _trivial(NEW_TESTS),
+        },
+        open_walls={"filters_changes": False, "restores_tests": False},
+    ),
+    "conftest reports passes": Cheat(files={"conftest.py": text_file(_ALL_PASS)}, open_walls=_OPEN),
+    "conftest in the tests": Cheat(
+        files={"tests/conftest.py": text_file(_ALL_PASS)}, open_walls=_OPEN
+    ),
+    "pytest.ini loads a plugin": Cheat(
+        files={"pytest.ini": text_file("[pytest]\naddopts = -p evil\n"), **_PLUGIN}
+        | {"setup.cfg": text_file("[tool:pytest]\nrequired_plugins =\n")}
+        | {"conftest.py": text_file("pytest_plugins = ['evil']\n")},
+        open_walls=_OPEN,
+    ),
+    "sitecustomize": Cheat(
+        files={"sitecustomize.py": text_file(_REPORTS)},
+        open_walls=_OPEN,
+        variables={"PYTHONPATH": "/testbed:/opt/python"},
+    ),
+    "entry point of a plugin": Cheat(
+        files=_PLUGIN, open_walls=_OPEN, variables={"PYTHONPATH": "/opt/python:/testbed"}
+    ),
+    "module named pytest": Cheat(
+        files={"pytest.py": text_file(_FORGED_REPORT)},
+        open_walls={"plants_canaries": False},
+        variables={"PYTHONPATH": "/testbed:/opt/python"},
+    ),
+    "module patches pytest": Cheat(
+        files=source_with(_REPORTS), open_walls={"plants_canaries": False}
+    ),
+    "module writes the report and exits": Cheat(
+        files=source_with(_FORGED_REPORT), open_walls={"plants_canaries": False}
+    ),
+    "module replaces tests as they run": Cheat(
+        files=source_with(_OVERWRITE), open_walls={"protects_tests": False}
+    ),
+    "broken build with programs of its own": Cheat(
+        files={
+            "calc/__init__.py": None,  # type: ignore[dict-item]
+            "build/lib/calc/__init__.py": text_file(FIXED),
+        },
+        open_walls={"requires_rebuild": False, "ignores_outputs": False},
+        variables={"PYTHONPATH": "/opt/python:/testbed/build/lib", "PYTHONSAFEPATH": "1"},
+        rebuild_cmds=_BUILD,
+    ),
+}
+
+
+def _grade(tiny, builder, cheat: Cheat, *, is_control: bool):
+    instance = tiny.instance
+    fields = {name: getattr(instance, name) for name in instance.__struct_fields__}
+    environment = {
+        name: getattr(instance.environment, name) for name in instance.environment.__struct_fields__
+    }
+    changes_commands = is_control or cheat.rebuild_cmds is not None
+    if changes_commands and cheat.variables is not None:
+        environment["variables"] = cheat.variables
+    if cheat.rebuild_cmds is not None:
+        fields["rebuild_cmds"] = cheat.rebuild_cmds
+    fields["environment"] = type(instance.environment)(**environment)
+    walls = Walls(**(cheat.open_walls if is_control else {}))
+    grader = Grader(type(instance)(**fields), tiny.built.layer, builder.store.limits, walls)
+    return asyncio.run(_grade_files(grader, cheat.files))
+
+
+async def _grade_files(grader: Grader, files: dict[str, TreeFile | None]):
+    """Grades a sandbox in which an agent changed files."""
+    async with Sandbox(SweLimits().sandbox(grader.layer.layer)) as box:
+        await remove_files(box, WORKDIR, [path for path, file in files.items() if file is None])
+        await put_tree(box, WORKDIR, {path: file for path, file in files.items() if file})
+        return await grader.grade_sandbox(box)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_scores_cheat_0(tiny, builder, name):
+    report = _grade(tiny, builder, CHEATS[name], is_control=False)
+
+    assert report.reward == 0.0, report
+    assert not report.resolved
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_scores_cheat_1_without_its_wall(tiny, builder, name):
+    report = _grade(tiny, builder, CHEATS[name], is_control=True)
+
+    assert report.reward == 1.0, report
+
+
+def test_names_canaries_that_were_tampered_with(tiny, builder):
+    report = _grade(tiny, builder, CHEATS["module patches pytest"], is_control=False)
+
+    assert "tampered" in report.error
+
+
+def test_scores_endless_tests_0_since_gold_ends(tiny, builder):
+    limits = SweLimits(test_timeout_s=6)
+    cheat = source_with("import time\ntime.sleep(1000)")
+    grader = Grader(tiny.instance, tiny.built.layer, limits)
+
+    report = asyncio.run(_grade_files(grader, cheat))
+
+    assert report.reward == 0.0
+    assert "time limit" in report.error
+
+
+def test_gives_no_reward_if_gold_fails_too(tiny):
+    limits = SweLimits(test_timeout_s=0.01)
+    grader = Grader(tiny.instance, tiny.built.layer, limits)
+
+    report = asyncio.run(grader.grade_patch(tiny.instance.patch))
+
+    assert report.reward is None
+    assert "gold" in report.infra_reason
+
+
+def test_keeps_one_commit_and_no_future(tiny, builder):
+    """With a second commit that holds the solution, the same commands show it."""
+    commands = (
+        "git rev-list --all | wc -l; git remote | wc -l; git fsck --lost-found 2>/dev/null | wc -l; "
+        "git log -p --all -S 'return a + b' | wc -l"
+    )
+
+    async def run(changes: dict[str, TreeFile]) -> list[int]:
+        async with Sandbox(SweLimits().sandbox(tiny.built.layer.layer)) as box:
+            if changes:
+                await put_tree(box, WORKDIR, changes)
+                await box.exec(
+                    "git -c user.name=a -c user.email=a@localhost commit -qam later", cwd=WORKDIR
+                )
+            done = await box.exec(commands, cwd=WORKDIR)
+        return [int(word) for word in done.stdout.split()]
+
+    assert asyncio.run(run({})) == [1, 0, 0, 0]
+    revisions, _, _, lines = asyncio.run(run({"calc/__init__.py": text_file(FIXED)}))
+    assert (revisions, lines > 0) == (2, True)
+
+
+def test_finds_fix_in_environment(tiny, builder, tmp_path):
+    """A newer version of the package elsewhere in the environment holds the fix; an older one does not."""
+
+    async def leak(text: str) -> str | None:
+        async def fill(box: Sandbox) -> None:
+            await put_tree(
+                box, "/opt/site-packages", {"calc/__init__.py": text_file(text)}, user="root"
+            )
+
+        layer = await builder.store.layer(tiny.built.layer, ["leak", text], fill)
+        return await leak_of(tiny.instance, layer, builder.store.limits)
+
+    assert "/opt/site-packages/calc/__init__.py" in asyncio.run(leak(FIXED))
+    assert asyncio.run(leak(BASE["calc/__init__.py"].content.decode())) is None
+
+
+def test_hides_change_log_and_packaging(tiny):
+    """The base tree has neither the changed documentation nor the packaging, which a complete tree has."""
+    tree = {**BASE, "debian/patches/fix.patch": text_file(FIXED), ".pc/calc": text_file(FIXED)}
+
+    assert set(without_folders(tree, REMOVED_FOLDERS)) == set(BASE)
+    assert "It adds." in tiny.instance.aux_patch
+    assert "It adds." not in tiny.built.tree["README.md"].content.decode()
+
+
+def test_shows_agent_no_tests_and_no_results(tiny):
+    """In the agent's sandbox neither the instance's tests nor results exist; in grading they do."""
+    test = (
+        "test -e tests/test_more.py || test -e /results || grep -rqs test_double /testbed /opt /tmp"
+    )
+
+    async def exists(is_grading: bool) -> bool:
+        async with Sandbox(SweLimits().sandbox(tiny.built.layer.layer)) as box:
+            if is_grading:
+                await put_tree(box, WORKDIR, {"tests/test_more.py": text_file(NEW_TESTS)})
+            return (await box.exec(test, cwd=WORKDIR)).code == 0
+
+    assert not asyncio.run(exists(is_grading=False))
+    assert asyncio.run(exists(is_grading=True))
+
+
+def test_counts_skipped_test_as_failed(tiny, builder):
+    cheat = source_with("import pytest\npytest.skip('later', allow_module_level=True)")
+    skipping = text_file(
+        "import pytest\n"
+        + BASE["calc/__init__.py"].content.decode().replace("return a - b", "pytest.skip('later')").replace("return x + 2\n", "pytest.skip('later')\n")
+    )  # fmt: skip
+    grader = Grader(tiny.instance, tiny.built.layer, builder.store.limits)
+
+    for files in (cheat, {"calc/__init__.py": skipping}):
+        assert asyncio.run(_grade_files(grader, files)).reward == 0.0
+    statuses = dict.fromkeys(FAIL_TO_PASS, "skip") | dict.fromkeys(PASS_TO_PASS, "pass")
+    assert not resolve(FAIL_TO_PASS, PASS_TO_PASS, statuses).is_resolved
+    # The control: a rule that lets tests be skipped resolves it.
+    lists = (PASS_TO_PASS[:1], (*FAIL_TO_PASS, *PASS_TO_PASS[1:]))
+    assert resolve(*lists, statuses, may_skip=FAIL_TO_PASS).is_resolved
+
+
+def test_drops_links_and_programs_with_rights(tiny, builder):
+    files = {
+        "calc/outside": TreeFile(stat.S_IFLNK | 0o777, b"/etc/passwd"),
+        "calc/above": TreeFile(stat.S_IFLNK | 0o777, b"../../etc/passwd"),
+        "calc/inside": TreeFile(stat.S_IFLNK | 0o777, b"__init__.py"),
+        "calc/rights": TreeFile(stat.S_IFREG | 0o4755, b"x"),
+    }
+    grader = Grader(tiny.instance, tiny.built.layer, builder.store.limits)
+    open_grader = Grader(tiny.instance, tiny.built.layer, walls=Walls(filters_changes=False))
+
+    assert set(asyncio.run(grader.submission(files)).files) == {"calc/inside"}
+    assert set(asyncio.run(open_grader.submission(files)).files) == set(files)
+
+
+def test_reads_layer_of_store_by_digest(tiny, builder):
+    layer = tiny.built.layer
+    below = StoredLayer(
+        digest=layer.record["tools"], layer=Layer(layer.layer.folders[1:], host_programs=True)
+    )
+
+    assert builder.store.find(layer.digest, below) == layer
+    assert builder.store.find("sha256:0", below) is None

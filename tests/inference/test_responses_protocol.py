@@ -1,0 +1,149 @@
+"""Bodies of OpenAI's Responses API as chats, and replies as items of that API, complete and streamed."""
+
+import dataclasses
+import random
+
+import pytest
+
+from glm5_jax.inference.responses_protocol import Responses, to_chat
+from glm5_jax.runtime.http_server import ApiError
+from tests.inference.test_replies import CALL, TOOLS, asked, pieces, whole
+
+USER = {"role": "user", "content": "hi"}
+INCLUDE = ["reasoning.encrypted_content"]
+
+
+def messages(*items, **fields):
+    return to_chat({"input": list(items), **fields})[0]["messages"]
+
+
+def call(id_):
+    return {"type": "function_call", "call_id": id_, "name": "look", "arguments": "{}"}
+
+
+def output(id_, text):
+    return {"type": "function_call_output", "call_id": id_, "output": text}
+
+
+def text_item(text, role="assistant"):
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def reasoning(text):
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content}
+
+
+def test_joins_items_of_an_assistant_to_messages():
+    items = [
+        text_item("hi", "user"),
+        reasoning("Where?"),
+        text_item("Let me look."),
+        call("a"),
+        call("b"),
+        output("a", "Oslo"),
+        output("b", [{"type": "input_text", "text": "Rome"}]),
+        text_item("Done."),
+        text_item("Anything else?"),
+    ]
+    calls = [
+        {"type": "function", "id": i, "function": {"name": "look", "arguments": "{}"}} for i in "ab"
+    ]
+    reply = {"role": "assistant", "reasoning_content": "Where?", "content": "Let me look."}
+    assert messages(*items, instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        reply | {"tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "Oslo"},
+        {"role": "tool", "tool_call_id": "b", "content": "Rome"},
+        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "content": "Anything else?"},
+    ]
+
+
+def test_translates_options():
+    body = dict(
+        input="hi",
+        max_output_tokens=5,
+        reasoning={"effort": "low", "summary": "auto"},
+        tools=[{"type": "function", "name": "look", "parameters": {}, "strict": None}],
+        tool_choice={"type": "function", "name": "look"},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}},
+        store=False,
+    )
+    chat, repeated = to_chat(body)
+    schema = {"name": "n", "schema": {}, "strict": True}
+    assert chat == {
+        "messages": [USER],
+        "max_tokens": 5,
+        "reasoning_effort": "low",
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    assert repeated["text"] == body["text"] and repeated["parallel_tool_calls"] is True
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "param"),
+    [
+        (dict(input=[{"type": "item_reference", "id": "x"}]), "'item_reference'", "input"),
+        (dict(input=["x"]), "an item of type 'x'", "input"),
+        (dict(input=[text_item("a") | {"content": [{"type": "input_image"}]}]), "no text", "input"),
+        (dict(input=[{"type": "reasoning", "encrypted_content": "?"}]), "not of this", "input"),
+        (dict(previous_response_id="resp_1"), "stores nothing", "previous_response_id"),
+        (dict(tools=[{"type": "web_search"}]), "cannot run", "tools"),
+        (dict(text={"verbosity": "low"}), "'medium' was expected", "text.verbosity"),
+        (dict(background=True), "False was expected", "background"),
+    ],
+)
+def test_refuses_what_it_cannot_serve(body, words, param):
+    with pytest.raises(ApiError, match=words) as caught:
+        to_chat({"input": "hi"} | body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "status"),
+    [
+        ("I think.</think>It is 42.<|user|>", ["reasoning", "message"], "completed"),
+        (
+            f"why</think>Look.{CALL}{CALL}<|observation|>",
+            ["reasoning", "message", "function_call", "function_call"],
+            "completed",
+        ),
+        (f"x</think>{CALL[:-5]}", ["reasoning", "function_call"], "incomplete"),
+        ("never ends", ["reasoning"], "incomplete"),
+    ],
+)
+def test_stream_adds_up_to_the_response(text, kinds, status):
+    parsed = asked(tools=TOOLS)
+    response = whole(Responses, parsed, text)
+    assert [item["type"] for item in response["output"]] == kinds
+    assert (response["status"], response["output"][-1]["status"]) == (status, status)
+    events = pieces(Responses, parsed, text, random.Random(0))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+
+    def without_ids(items):
+        return [{k: v for k, v in one.items() if k not in ("id", "call_id")} for one in items]
+
+    assert without_ids(done) == without_ids(response["output"])
+    last = events[-1]
+    assert last["type"] == f"response.{status}" and last["response"]["usage"] == response["usage"]
+    deltas = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
+    texts = [one.get("arguments") or one["content"][0]["text"] for one in response["output"]]
+    assert list(deltas.values()) == texts
+
+
+def test_reads_the_reasoning_that_it_encoded():
+    parsed = dataclasses.replace(asked(), repeated={"include": INCLUDE})
+    [item, _] = whole(Responses, parsed, "Où?</think>Oslo.<|user|>")["output"]
+    del item["content"]
+    [_, message] = messages(USER, item, text_item("Oslo."))[:2]
+    assert message["reasoning_content"] == "Où?" and message["content"] == "Oslo."
+    assert to_chat({"input": "hi", "include": INCLUDE})[1]["include"] == INCLUDE

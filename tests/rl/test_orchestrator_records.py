@@ -1,0 +1,165 @@
+"""Token records go from the gateway to the trainer. The orchestrator has their summaries, and has them deleted."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
+from tests.rl.fleet import Fleet, gateway, sessions, told, until
+from tests.rl.test_gateway_journal import asked
+
+CLEANUP = {"dispatcher": DispatcherConfig(cleanup_interval_s=0.05)}
+
+
+def take_summaries(fleet, step=0):
+    """Returns the orchestrator's own response to a request for a batch, once there is one."""
+    lease = told(fleet.url, "/trainer/begin", {"step": step, "version": step})["lease"]
+    body = {"step": step, "lease": lease, "timeout_s": 20.0}
+    response = told(fleet.url, "/groups/take", body)
+    assert response["groups"], response
+    return response
+
+
+def finished(gate):
+    return set(asked(gate, "/sessions")[1]["finished"])
+
+
+def rollout_ids(groups):
+    return {member.rollout_id for group in groups for member in group.members}
+
+
+@pytest.fixture
+def own_gate(engine, tmp_path):
+    """A gateway with a journal, which no other test uses."""
+    with gateway(engine, journal=str(tmp_path / "gateway")) as url:
+        yield url
+
+
+def test_orchestrator_sends_and_stores_no_tokens(stack, own_gate, tmp_path):
+    fleet = Fleet(stack, own_gate, journal=str(tmp_path / "orchestrator"))
+    response = take_summaries(fleet)
+    assert response["gateway"] == own_gate
+    member = response["groups"][0]["members"][0]
+    assert member["summary"]["versions"] == [0] and member["summary"]["lengths"][0] > 20
+    entries = [path.read_text(errors="replace") for path in (tmp_path / "orchestrator").iterdir()]
+    for text in (json.dumps(response), *entries):
+        assert "token_ids" not in text and "content" not in text
+    assert member["rollout_id"] in finished(own_gate)
+
+
+def test_deletes_records_after_training(stack, own_gate):
+    fleet = Fleet(stack, own_gate, **CLEANUP).begin()
+    groups = fleet.train(2)
+    until(lambda: not rollout_ids(groups) & finished(own_gate))
+    held = fleet.client.take(2, 20)
+    fleet.client.pause()
+    until(lambda: fleet.client.status()["running"] == 0)
+    num_waiting = fleet.client.status()["waiting"]
+    until(lambda: len(finished(own_gate)) == 4 * num_waiting)
+    assert rollout_ids(held) <= finished(own_gate) and sessions(own_gate) == 0
+
+
+def test_deletes_records_of_dropped_groups_and_evaluations(stack, own_gate):
+    options = {"dispatcher": DispatcherConfig(cleanup_interval_s=0.05, max_tries=1)}
+    fleet = Fleet(stack, own_gate, **options)
+    fleet.services["sums"].broken = lambda asked: asked.rollout_id.endswith(("-1", "-2"))
+    fleet.begin()
+    until(lambda: fleet.client.status()["metrics"]["groups/failed"] >= 4)
+    assert fleet.client.evaluate(2, 20)["sums"]["count"] == 2
+    assert not any("held-out" in name for name in finished(own_gate))
+    fleet.client.pause()
+    until(lambda: fleet.client.status()["running"] == 0)
+    until(lambda: not finished(own_gate))
+
+
+def test_leaves_records_of_other_runs(stack, own_gate):
+    asked(own_gate, "/sessions", {"id": "another-0-0-0"})
+    asked(own_gate, "/sessions/another-0-0-0/finish", {})
+    fleet = Fleet(stack, own_gate, **CLEANUP).begin()
+    groups = fleet.train()
+    until(lambda: not rollout_ids(groups) & finished(own_gate))
+    assert "another-0-0-0" in finished(own_gate)
+
+
+def test_repairs_groups_whose_records_are_lost(stack, own_gate, tmp_path):
+    """One of four: padded. Three of four: replaced. Changed on the disk: as lost."""
+    fleet = Fleet(stack, own_gate, max_staleness=0)
+    first, second, third, _ = take_summaries(fleet)["groups"]
+    names = {group["group_id"]: group["member_ids"] for group in (first, second, third)}
+    lost = [names[first["group_id"]][1], *names[second["group_id"]][:3]]
+    changed = names[third["group_id"]][0]
+    for name in lost:
+        assert asked(own_gate, f"/sessions/{name}", method="DELETE")[0] == 200
+    path = tmp_path / "gateway" / f"{changed}.records"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    groups = fleet.begin().client.take(0, 20)
+    assert groups is not None and len(groups) == 4
+    by_order = {group.order: group for group in groups}
+    repaired = by_order[first["order"]]
+    assert len(repaired.baseline) == 3 and repaired.members[3] is repaired.members[0]
+    replaced = by_order[second["order"]]
+    assert replaced.number == second["number"] and replaced.group_id != second["group_id"]
+    assert not rollout_ids(groups) & {*lost, changed}
+    assert all(member.reward.value is not None for g in groups for member in g.members)
+    assert all(member.records for group in groups for member in group.members)
+    metrics = fleet.client.status()["metrics"]
+    assert (metrics["members/lost"], metrics["groups/failed"]) == (5, 1)
+    # Until it is trained on, the batch is the same.
+    again = fleet.client.take(0, 20)
+    assert [group.group_id for group in again] == [group.group_id for group in groups]
+    assert rollout_ids(again) == rollout_ids(groups)
+    fleet.train(2)
+
+
+def test_restarted_gateway_has_records_of_taken_batch(stack, engine, tmp_path):
+    options = {"journal": str(tmp_path)}
+    with gateway(engine, **options) as gate:
+        fleet = Fleet(stack, gate).begin()
+        before = fleet.client.take(0, 20)
+    with gateway(engine, port=int(gate.rpartition(":")[2]), **options):
+        after = fleet.client.take(0, 20)
+        for one, other in zip(before, after, strict=True):
+            assert one.group_id == other.group_id
+            for first, second in zip(one.members, other.members, strict=True):
+                assert first.summary == second.summary
+                [record], [same] = first.records, second.records
+                assert record.token_ids.tolist() == same.token_ids.tolist()
+        fleet.train()
+
+
+def test_gateway_without_journal_loses_records_and_run_goes_on(stack, engine):
+    with gateway(engine) as gate:
+        fleet = Fleet(stack, gate).begin()
+        before = fleet.client.take(0, 20)
+    with gateway(engine, port=int(gate.rpartition(":")[2])):
+        groups = fleet.train()
+        assert len(groups) == 4 and not rollout_ids(groups) & rollout_ids(before)
+        assert {group.number for group in groups} >= {0}
+
+
+def test_batch_is_not_ready_while_gateway_is_down(stack, engine, tmp_path):
+    options = {"journal": str(tmp_path)}
+    with gateway(engine, **options) as gate:
+        fleet = Fleet(stack, gate).begin()
+        until(lambda: fleet.client.status()["waiting"] >= 4)
+    assert fleet.client.take(0, 0.1) is None
+    [why] = fleet.client.blockers
+    assert f"the gateway at {gate} fails: no server answers" in why
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(fleet.client.take, 0, 20)
+        with gateway(engine, port=int(gate.rpartition(":")[2]), **options):
+            assert len(waiting.result(30)) == 4 and fleet.client.blockers == ()
+
+
+def test_trainer_sends_key_of_run_to_gateway(engine):
+    from glm5_jax.rl.rollouts.client import RecordClient
+
+    with gateway(engine, api_key="secret") as url:
+        with pytest.raises(ServerError) as raised:
+            RecordClient(url).fetch({"s": ""})
+        assert raised.value.status == 401
+        assert RecordClient(url, "secret").fetch({"s": ""}) == {}
+        with Client(url, "secret").open("/server_info") as response:
+            assert json.load(response)["finished"] == 0
