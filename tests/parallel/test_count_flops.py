@@ -17,28 +17,25 @@ B = jax.ShapeDtypeStruct((5, 6), jnp.float32)
 PRODUCT = 2 * 4 * 5 * 6
 
 
-def test_counts_two_flops_per_multiply_add():
-    assert count_flops(jnp.matmul, A, B) == PRODUCT
+def test_counts_products():
     batched = jax.ShapeDtypeStruct((3, 4, 5), jnp.float32)
-    assert count_flops(lambda x, b: jnp.einsum("bts,sd->btd", x, b), batched, B) == 3 * PRODUCT
-
-
-def test_counts_no_elementwise_work():
-    assert count_flops(lambda a: jnp.exp(a).sum() + a.max(), A) == 0
-
-
-def test_multiplies_by_trips_of_loops():
-    assert count_flops(lambda a, b: lax.map(lambda row: row @ b, a), A, B) == PRODUCT
-    assert count_flops(lambda a, b: lax.fori_loop(0, 7, lambda i, x: x + a @ b, a @ b), A, B) == (
-        8 * PRODUCT
-    )
     nested = functools.partial(lax.map, lambda x: lax.map(lambda row: row @ x.T, x))
-    assert count_flops(nested, jax.ShapeDtypeStruct((3, 4, 5), jnp.float32)) == 3 * 2 * 4 * 5 * 4
-
-
-def test_counts_calls_and_checkpoints():
-    assert count_flops(jax.jit(jax.checkpoint(jnp.matmul)), A, B) == PRODUCT
-    assert count_flops(jax.vmap(jnp.dot, (0, None)), A, B) == PRODUCT
+    for name, function, args, flops in (
+        ("product", jnp.matmul, (A, B), PRODUCT),
+        ("batch", lambda x, b: jnp.einsum("bts,sd->btd", x, b), (batched, B), 3 * PRODUCT),
+        ("no product", lambda a: jnp.exp(a).sum() + a.max(), (A,), 0),
+        ("map", lambda a, b: lax.map(lambda row: row @ b, a), (A, B), PRODUCT),
+        (
+            "loop",
+            lambda a, b: lax.fori_loop(0, 7, lambda i, x: x + a @ b, a @ b),
+            (A, B),
+            8 * PRODUCT,
+        ),
+        ("nested loops", nested, (batched,), 3 * 2 * 4 * 5 * 4),
+        ("jit and checkpoint", jax.jit(jax.checkpoint(jnp.matmul)), (A, B), PRODUCT),
+        ("vmap", jax.vmap(jnp.dot, (0, None)), (A, B), PRODUCT),
+    ):
+        assert count_flops(function, *args) == flops, name
 
 
 def test_counts_recomputation_of_checkpoint():

@@ -32,17 +32,18 @@ def test_cosine_warms_up_and_decays():
     np.testing.assert_allclose(got, warm + fall + [4e-5] * 19, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("peak", "end"), [(4e-5, 1e-5), (5e-3, 2e-4)])
-def test_linear_decays_from_peak_to_end(peak, end):
-    config = ScheduleConfig(kind="linear", peak=peak, end=end, warmup_steps=0, total_steps=51)
-    got = rates(config, np.arange(60))
-    want = [peak + (end - peak) * i / 50 for i in range(51)] + [end] * 9
-    np.testing.assert_allclose(got, want, rtol=1e-4)
+def test_linear_and_constant_follow_their_formulas():
+    def linear(peak, end):
+        return [peak + (end - peak) * i / 50 for i in range(51)] + [end] * 9
 
-
-def test_constant_equals_peak():
-    config = ScheduleConfig(kind="constant", peak=1e-5, warmup_steps=0, total_steps=5)
-    np.testing.assert_allclose(rates(config, np.arange(9)), 1e-5, rtol=1e-6)
+    for kind, peak, end, want in (
+        ("linear", 4e-5, 1e-5, linear(4e-5, 1e-5)),
+        ("linear", 5e-3, 2e-4, linear(5e-3, 2e-4)),
+        ("constant", 1e-5, 4e-5, [1e-5] * 60),
+    ):
+        config = ScheduleConfig(kind=kind, peak=peak, end=end, warmup_steps=0, total_steps=51)
+        got = rates(config, np.arange(60))
+        np.testing.assert_allclose(got, want, rtol=1e-4, err_msg=f"{kind} from {peak}")
 
 
 def test_default_schedule_equals_paper():
