@@ -65,7 +65,7 @@ class _Counts:
     """Counts of the lines read so far.
 
     Attributes:
-      lines, dropped, kept: lines; those that are left out; those that are valid.
+      lines, dropped, num_valid: lines; those that are left out; those that are valid.
       samples, tokens, trained: samples of the valid lines, their tokens, and those that are trained on.
       mistakes: mistakes in the valid lines.
       fields: (first location, number of lines) of each field that is not read.
@@ -73,7 +73,7 @@ class _Counts:
 
     lines: int = 0
     dropped: int = 0
-    kept: int = 0
+    num_valid: int = 0
     samples: int = 0
     tokens: int = 0
     trained: int = 0
@@ -85,7 +85,7 @@ class _Counts:
         for name in unread_fields(chat.line):
             first, count = self.fields.get(name, (chat.place, 0))
             self.fields[name] = first, count + 1
-        self.kept += 1
+        self.num_valid += 1
         self.mistakes += len(chat.conversation.mistakes)
         self.samples += len(chat.counts)
         self.tokens += sum(count for count, _ in chat.counts)
@@ -151,7 +151,7 @@ def _check(options, tokenizer: Tokenizer) -> int:
             os.replace(new, options.write)
     counts.print()
     if out:
-        print(f"{counts.kept:,} lines written to {options.write}")
+        print(f"{counts.num_valid:,} lines written to {options.write}")
     return 1 if counts.dropped else 0
 
 

@@ -23,7 +23,7 @@ weights' KV cache, recompute starts them again.
 
 :tiny    for two CPU cores: 8 concurrent chats; each program is compiled when a request needs it
 :small   for one accelerator: 64 concurrent chats, drafts by the MTP layer
-:flash   for one accelerator with 80 GB: GLM-4.7-Flash with 32 concurrent chats of up to 32K tokens, drafts by the MTP layer
+:flash   for one accelerator with 80 GB: GLM-4.7-Flash, 32 concurrent chats of up to 32K tokens, drafts by the MTP layer
 :glm5    for the chips of one process: expert parallelism over them, data-parallel attention over chats, 4 drafts
 
 :small, :flash and :glm5 listen at once and then compile all programs (--warm). Meanwhile requests wait, and /health

@@ -9,7 +9,8 @@
 :validate   one task folder, or a folder of them: checks V01 to V12, and V13 and V14 with an endpoint. The exit code is 1
             if a check fails.
 :agent      tasks that a model writes in rounds: of drafts that it invents for --count cells of the taxonomy, or
-            of pages (--pages=DIR, a folder with a folder of HTML, Markdown or text per source).
+            of pages (--pages=DIR, a folder with a folder of HTML, Markdown or text per source). Texts in
+            --seeds=DIR inspire drafts.
             --replies=FILE replays recorded replies in place of an endpoint.
 
 OUT/reports has a report per task, OUT/summary.json the yield: accepted tasks, and tasks whose images build offline on
@@ -46,7 +47,7 @@ from glm5_jax.envs.terminal.synthesis.pages import (
     sample_pages,
     suitability_problem,
 )
-from glm5_jax.envs.terminal.synthesis.reports import Report
+from glm5_jax.envs.terminal.synthesis.reports import ValidationReport
 from glm5_jax.envs.terminal.synthesis.sandbox_runs import TaskRuns
 from glm5_jax.envs.terminal.synthesis.task_source import write_provenance, write_task
 from glm5_jax.envs.terminal.synthesis.templates import make_tasks
@@ -67,6 +68,7 @@ class SynthesisConfig:
       first_seed: first seed of templates, and the seed of cells and pages.
       checks: whether tasks of templates are validated.
       pages: folder of pages; None: the model invents drafts.
+      seeds: folder of texts that inspire drafts, such as documentation of commands; None: the taxonomy only.
       replies: file of recorded replies that stands for an endpoint; None: the endpoint's replies are recorded in
         OUT/replies.jsonl.
       references: folder of an evaluation's tasks for the report on shared passages; None: no report.
@@ -84,6 +86,7 @@ class SynthesisConfig:
     first_seed: int = 0
     checks: bool = True
     pages: str | None = None
+    seeds: str | None = None
     replies: str | None = None
     references: str | None = None
     endpoint: EndpointConfig = EndpointConfig()
@@ -161,7 +164,7 @@ async def _with_agent(config: SynthesisConfig, workdir: pathlib.Path) -> int:
     async with _writer(config, workdir, is_required=True) as writer, _runs(config) as runs:
         briefs = await _briefs(config, workdir, writer, funnel)
 
-        async def check(folder: pathlib.Path, attacks: Mapping[str, str]) -> Report:
+        async def check(folder: pathlib.Path, attacks: Mapping[str, str]) -> ValidationReport:
             return await validate(folder, runs, writer=writer, attacks=attacks)
 
         builder = TaskBuilder(writer, check, workdir, config.builder)
@@ -205,7 +208,9 @@ async def _briefs(
     """Returns what tasks are to be made of: pages, or drafts of the writer."""
     if config.pages is None:
         cells = sample_cells(config.count, config.first_seed)
-        drafts = await write_drafts(writer, cells, workdir / "drafts.jsonl")
+        texts = read_pages(config.seeds) if config.seeds is not None else []
+        seeds = [dataclasses.replace(seed_of(page), kind="seed") for page in texts]
+        drafts = await write_drafts(writer, cells, workdir / "drafts.jsonl", seeds)
         return [
             Brief(name=draft["draft_id"], text=draft_text(draft), origin=draft["origin"])
             for draft in filter_drafts(drafts, funnel)

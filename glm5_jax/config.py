@@ -450,7 +450,7 @@ class ModelConfig:
         return self.hidden_size * (self.n_routed_experts + 3 * wide * self.moe_intermediate_size)
 
     def _gdn_parameters(self) -> int:
-        """What a layer of Gated DeltaNet has beside its projections: taps, gates and a norm."""
+        """Returns the weights of a Gated DeltaNet layer without its projections: taps, gates and a norm."""
         d, n, y, u = self.hidden_size, self.num_attention_heads, self.num_key_heads, self.v_head_dim
         x = self.qk_nope_head_dim + self.qk_rope_head_dim
         taps = (n * x + y * (x + u)) * self.linear_conv_kernel_dim

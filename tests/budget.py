@@ -1,12 +1,12 @@
 """Pytest plugin that checks the CPU time of the default tier against its budget.
 
-`budget.json` has CPU seconds for each directory of tests, for ten minutes on two cores. A run fails and lists the slowest
-tests if a directory exceeds its budget by half, or if one test's call exceeds the limit of a call by half. The limit is
-higher for a call that compiles a program or starts one, which imports JAX again. Tests marked slow, aot or device do not
-count.
+`budget.json` has CPU seconds for each directory of tests, for ten minutes on two cores. A run fails and lists the
+slowest tests if a directory exceeds its budget by half, or if one test's call exceeds the limit of a call by half. The
+limit is higher for a call that compiles a program or starts one, which imports JAX again. Tests marked slow, aot or
+device do not count.
 
-It measures CPU seconds of the process and its children, because wall time varies on a shared machine. They are scaled by
-the time of a fixed piece of work, relative to the reference machine.
+It measures CPU seconds of the process and its children, because wall time varies on a shared machine. They are scaled
+by the time of a fixed piece of work, relative to the reference machine.
 
     --durations-json=FILE   also writes the scaled seconds of every test to FILE, for `durations.json`
 """

@@ -1,7 +1,7 @@
 """Environment and fixtures of all test processes, set before jax is imported.
 
-The XLA flags only speed up compilation. `GLM5_JAX_TEST_XLA_FLAGS=` (empty) runs a test without them, and the `plain_env`
-fixture is for child processes without them.
+The XLA flags only speed up compilation. `GLM5_JAX_TEST_XLA_FLAGS=` (empty) runs a test without them, and the
+`plain_env` fixture is for child processes without them.
 """
 
 import importlib.metadata

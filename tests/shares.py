@@ -1,7 +1,8 @@
 """Pytest plugin that runs one share of the selected tests: `--share=3/7`.
 
 Files are assigned by their durations (`durations.json`, which `tests.budget` writes), the longest first, each to the
-share with the smallest sum. A file's tests stay together, because they share fixtures. Shares 0 to 6 of 7 are all tests.
+share with the smallest sum. A file's tests stay together, because they share fixtures. Shares 0 to 6 of 7 are all
+tests.
 """
 
 import collections

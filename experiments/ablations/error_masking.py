@@ -32,7 +32,7 @@ from experiments.ablations.finetuned import Assistant, arm, chats_of, held_out
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.conversation import Conversation, parse_line
-from glm5_jax.evals.chats import ChatRequest
+from glm5_jax.evals.chats import ChatPrompt
 from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)
@@ -83,7 +83,7 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
 def judge_calls(assistant: Assistant, chats: Iterable[Conversation], first: int, **options) -> dict:
     """Returns, for replies after the `first` messages: which are mistakes, and which are the right call."""
     answers = assistant(
-        [ChatRequest(messages=c.messages[:first], tools=c.tools) for c in chats], NEW, **options
+        [ChatPrompt(messages=c.messages[:first], tools=c.tools) for c in chats], NEW, **options
     )
     mistakes, right = [], []
     for chat, answer in zip(chats, answers):

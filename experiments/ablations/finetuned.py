@@ -15,7 +15,7 @@ from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.conversation import Conversation
-from glm5_jax.evals.chats import Answer, ChatRequest, generate_answers
+from glm5_jax.evals.chats import Answer, ChatPrompt, generate_answers
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import StageConfig
@@ -80,6 +80,6 @@ class Assistant(NamedTuple):
         params = store.load_params(folder, glm5.abstract_params(cfg, "float32"))
         return cls(params, cfg, Tokenizer.load(folder / "tokenizer"))
 
-    def __call__(self, requests: list[ChatRequest], num_new: int, **options) -> list[Answer]:
+    def __call__(self, requests: list[ChatPrompt], num_new: int, **options) -> list[Answer]:
         """Returns the answers of `evals.chats.generate_answers`."""
         return generate_answers(self.params, self.cfg, self.tokenizer, requests, num_new, **options)

@@ -28,7 +28,7 @@ from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Spread, Table, paired
 from experiments.ablations.finetuned import Assistant, arm, chats_of, held_out
 from glm5_jax.data.conversation import Conversation
-from glm5_jax.evals.chats import Answer, ChatRequest
+from glm5_jax.evals.chats import Answer, ChatPrompt
 from glm5_jax.text.thinking import request_options
 from glm5_jax.training.experiment import choose
 
@@ -68,7 +68,7 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
 def ask_assistant(assistant: Assistant, chats: Iterable[Conversation], think: bool) -> dict:
     """Returns measurements of the replies to first questions, with thinking or without."""
     options = request_options(TURN_LEVEL, think)
-    answers = assistant([ChatRequest(messages=c.messages[:1], **options) for c in chats], NEW)
+    answers = assistant([ChatPrompt(messages=c.messages[:1], **options) for c in chats], NEW)
     marks = [assistant.tokenizer.special_ids[name] for name in ("<think>", "</think>")]
     marks_by_answer = [[i for i in answer.ids if i in marks] for answer in answers]
     return {
@@ -95,7 +95,7 @@ def _conversed(assistant: Assistant, chats: Sequence[Conversation], mode: str) -
     num_turns = sum(message["role"] == "user" for message in chats[0].messages)
     for turn in range(num_turns):
         answers = assistant(
-            [ChatRequest(messages=tuple(m), **request_options(mode)) for m in histories], NEW
+            [ChatPrompt(messages=tuple(m), **request_options(mode)) for m in histories], NEW
         )
         shared = (
             [] if before is None else [common_prefix(a.prompt, b) for a, b in zip(answers, before)]

@@ -68,14 +68,14 @@ def make_workload(turns: int, tokens: int) -> Workload:
 
 def measure(workload: Workload, num_batches: int, folder: pathlib.Path) -> dict[str, Any]:
     """Returns the orchestrator's traffic and memory after these batches, with the tokens that they trained on."""
-    num_tokens, most_in_flight = 0, 0
+    num_tokens, max_in_flight = 0, 0
     with fleet(workload, 0, folder) as programs:
         orchestrator = OrchestratorClient(programs.orchestrator)
         programs.set_version(0)
         orchestrator.begin(0, 0)
         began = time.monotonic()
         for step in range(num_batches):
-            most_in_flight = max(most_in_flight, _num_in_flight(orchestrator))
+            max_in_flight = max(max_in_flight, _num_in_flight(orchestrator))
             groups = orchestrator.take(step, BATCH_TIMEOUT_S)
             if groups is None:
                 raise RuntimeError(f"no batch: {'; '.join(orchestrator.blockers)}")
@@ -84,7 +84,7 @@ def measure(workload: Workload, num_batches: int, folder: pathlib.Path) -> dict[
             orchestrator.mark_trained(step)
             programs.set_version(step + 1)
             orchestrator.push(step + 1)
-            most_in_flight = max(most_in_flight, _num_in_flight(orchestrator))
+            max_in_flight = max(max_in_flight, _num_in_flight(orchestrator))
         seconds = time.monotonic() - began
         with Client(programs.orchestrator, direct=True).open("/traffic") as response:
             traffic = json.load(response)
@@ -93,7 +93,7 @@ def measure(workload: Workload, num_batches: int, folder: pathlib.Path) -> dict[
         "batches": num_batches,
         "rollouts": num_batches * workload.batch_groups * workload.group,
         "tokens": num_tokens,
-        "in_flight": most_in_flight,
+        "in_flight": max_in_flight,
         "seconds": seconds,
         "cores": cores,
     }

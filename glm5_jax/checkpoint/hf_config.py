@@ -374,8 +374,8 @@ class _Reader:
         return tuple(self._convert("indexer_types", kind, str, "full") for kind in stated)
 
     def _rope(self, max_positions: int, extra: dict) -> RopeParameters:
-        given = self.fields.get("rope_parameters", {})
-        fields: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        stated_rope = self.fields.get("rope_parameters", {})
+        fields: dict[str, Any] = {k: v for k, v in stated_rope.items() if v is not None}
         for name, value in (
             ("rope_type", fields.pop("type", None)),
             ("rope_theta", self.fields.get("rope_theta")),

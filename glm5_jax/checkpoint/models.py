@@ -53,8 +53,8 @@ def open_weights(
 ) -> Callable[[], dict]:
     """Checks the weights at a path, and returns a function that loads them in the dtypes of `glm5.abstract_params`.
 
-    These are float32, and that of the computation for weights that adapters freeze (`model.lora`). Adapters of a run are
-    loaded if cfg has the same ones, and merged into its other weights if not. New ones are not in the tree.
+    These are float32, and that of the computation for weights that adapters freeze (`model.lora`). Adapters of a run
+    are loaded if cfg has the same ones, and merged into its other weights if not. New ones are not in the tree.
 
     may_differ: patterns of weights that one side may lack (`store.check_params`), and of config fields that may differ
     (`check_arithmetic`). Raises ValueError if the weights are missing, broken, or of another model.

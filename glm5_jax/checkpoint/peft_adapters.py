@@ -6,8 +6,8 @@
 
 Names and layouts come from the table of checkpoint/hf_names.py. Routed experts have the form of PEFT's
 `target_parameters`, because transformers stores all experts of a layer in one tensor. Dense and shared matrices are
-listed there, too: PEFT 0.21 takes a `target_modules` entry gate_proj, up_proj or down_proj of these models for the routed
-experts of older files.
+listed there, too: PEFT 0.21 takes a `target_modules` entry gate_proj, up_proj or down_proj of these models for the
+routed experts of older files.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 from glm5_jax.checkpoint import hf_names
 from glm5_jax.checkpoint.hf_export import tensors_of
 from glm5_jax.config import LoraConfig, ModelConfig
-from glm5_jax.model import glm5, lora
+from glm5_jax.model import glm5, lora, quant
 from glm5_jax.parallel import multihost, tree
 from glm5_jax.runtime.files import read_text
 
@@ -131,10 +131,11 @@ def with_adapter(model: glm5.Glm5, folder: str | os.PathLike) -> glm5.Glm5:
     """
     cfg, leaves = load_adapter(folder, model.cfg)
     params = tree.flatten(glm5.params_of(model))
+    int4 = quant.ROUTED if model.cfg.int4_group else ()
     quantised = sorted(
         path
-        for path in params
-        if path + lora.B in leaves and (tree.is_compound(params[path]) or model.cfg.int4_group)
+        for path, x in params.items()
+        if path + lora.B in leaves and (tree.is_compound(x) or tree.matches_any(int4, path))
     )
     if quantised:
         raise ValueError(

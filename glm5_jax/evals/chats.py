@@ -21,7 +21,7 @@ from glm5_jax.text.tool_calls import Reply, parse_reply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatRequest:
+class ChatPrompt:
     """Request of a reply; the fields are the arguments of `render_chat`."""
 
     messages: tuple[Mapping, ...]
@@ -64,7 +64,7 @@ def generate_answers(
     params: PyTree,
     cfg: ModelConfig,
     tokenizer: Tokenizer,
-    requests: Sequence[ChatRequest],
+    requests: Sequence[ChatPrompt],
     num_new: int,
     *,
     batch_size: int = 128,

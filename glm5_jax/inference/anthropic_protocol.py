@@ -44,7 +44,7 @@ class Thinking(JsonStruct, kw_only=True, frozen=True):
 
 
 class ToolChoice(JsonStruct, kw_only=True, frozen=True):
-    """Which tools a reply may or must call."""
+    """Tools that a reply may or must call."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -111,8 +111,8 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 def to_chat(body: Any) -> dict:
     """Returns a body of `/v1/messages` as one of `/v1/chat/completions`. Raises ApiError."""
     request = decode(body, MessagesRequest, ignore_neutral=True)
-    given = request.given_fields()
-    chat = {name: given[name] for name in _SAME if name in given}
+    fields = request.non_default_fields()
+    chat = {name: fields[name] for name in _SAME if name in fields}
     messages = [one for i, message in enumerate(request.messages) for one in _messages(message, i)]
     if request.system is not None:
         messages.insert(0, {"role": "system", "content": _text_of(request.system, "system")})

@@ -207,13 +207,13 @@ class Reader:
     def generate(self, body: Any, version: int) -> ParsedRequest:
         """Parses a body of `/generate`; version: of the weights. Raises ApiError."""
         fields = self._decode(body, GenerateRequest, version)
-        given = {"text": fields.text, "input_ids": fields.input_ids}
-        given = {name: value for name, value in given.items() if value is not None}
-        if len(given) != 1:
+        prompt = {"text": fields.text, "input_ids": fields.input_ids}
+        prompt = {name: value for name, value in prompt.items() if value is not None}
+        if len(prompt) != 1:
             raise ApiError("give either text or input_ids", param="input_ids")
         if isinstance(fields.input_ids, str):
             raise ApiError("input_ids is a text; give it as text", param="input_ids")
-        [(name, value)] = given.items()
+        [(name, value)] = prompt.items()
         options = fields.sampling_params
         prompts = self._read_prompts(name, value, options.n)
         if options.sampling_seed is not None:
@@ -299,7 +299,7 @@ class Reader:
     ) -> Sampling:
         """Returns sampling parameters. prefix: of the fields' names in errors. Raises ApiError."""
         names = ("temperature", "top_p", "min_p")
-        given = {name: getattr(fields, name) for name in names}
+        values = {name: getattr(fields, name) for name in names}
         try:
             return Sampling(
                 max_tokens=max_tokens,
@@ -310,7 +310,7 @@ class Reader:
                 seed=None if fields.seed is None else fields.seed % 2**63,
                 logit_bias={int(i): value for i, value in (fields.logit_bias or {}).items()},
                 top_logprobs=top,
-                **{name: value for name, value in given.items() if value is not None},
+                **{name: value for name, value in values.items() if value is not None},
             )
         except ValueError as error:
             # The message begins with the field's name.

@@ -102,8 +102,8 @@ def to_chat(body: Any) -> tuple[dict, dict]:
     """Returns a body of `/v1/responses` as one of `/v1/chat/completions`, and the fields to repeat. Raises ApiError."""
     _check_stored(body)
     request = decode(body, ResponsesRequest, ignore_neutral=True)
-    given = request.given_fields()
-    chat = {name: given[name] for name in _SAME if name in given}
+    fields = request.non_default_fields()
+    chat = {name: fields[name] for name in _SAME if name in fields}
     chat["messages"] = _messages(request)
     if request.max_output_tokens is not None:
         chat["max_tokens"] = request.max_output_tokens
@@ -115,7 +115,7 @@ def to_chat(body: Any) -> tuple[dict, dict]:
         chat["tool_choice"] = _tool_choice(request.tool_choice)
     if request.text.format is not None:
         chat["response_format"] = _response_format(request.text.format)
-    repeated = {name: given[name] for name in _REPEATED if name in given}
+    repeated = {name: fields[name] for name in _REPEATED if name in fields}
     return chat, _REPEATED | msgspec.to_builtins(repeated)
 
 

@@ -102,12 +102,16 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trajectory as JSON, without its records; `trajectory_from_json` is the inverse."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = msgspec.to_builtins(dataclasses.replace(self, records=()), enc_hook=_plain_number)
         del fields["records"]
-        return fields | {
-            "reward": dataclasses.asdict(self.reward),
-            "summary": self.summary and dataclasses.asdict(self.summary),
-        }
+        return fields
+
+
+def _plain_number(value: Any) -> Any:
+    """Returns a NumPy number, such as a reward, as a number of Python."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a {type(value).__name__} has no JSON form; give a number or a text")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,11 +152,6 @@ class Group:
     rewards: list[Reward] = dataclasses.field(default_factory=list)
 
 
-def trajectory_from_json(body: Mapping[str, Any]) -> Trajectory:
-    """Returns the trajectory that `Trajectory.to_json` wrote."""
-    summary = body["summary"]
-    parsed = {
-        "reward": Reward(**body["reward"]),
-        "summary": None if summary is None else summary_from_json(summary),
-    }
-    return Trajectory(**{**body, **parsed})
+def trajectory_from_json(body: Any) -> Trajectory:
+    """Returns the trajectory that `Trajectory.to_json` wrote. Raises ValueError for another value."""
+    return msgspec.convert(body, Trajectory)

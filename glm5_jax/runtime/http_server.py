@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
-import functools
 import gc
 import hmac
 import json
@@ -23,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
 from glm5_jax.runtime import json_body
@@ -491,21 +491,33 @@ def _paths(app: web.Application) -> list[tuple[str, list[str]]]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encodes a value as JSON on one line; unpaired surrogates become "?", numbers that are not finite null."""
-    dumps = functools.partial(
-        json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    )
+    """Encodes a value as JSON on one line; structs of msgspec become objects without the fields that have their default.
+
+    Unpaired surrogates become "?", numbers that are not finite null.
+    """
     try:
-        text = dumps(value)
+        text = _dump(value)
     except ValueError:
-        text = dumps(_finite(value))
+        text = _dump(_finite(value))
     return text.encode("utf-8", "replace")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=False,
+        separators=(",", ":"),
+        allow_nan=False,
+        default=msgspec.to_builtins,
+    )
 
 
 def _finite(value: Any) -> Any:
     """Returns a value with None instead of Infinity and NaN, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, msgspec.Struct):
+        return _finite(msgspec.to_builtins(value))
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

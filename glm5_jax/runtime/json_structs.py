@@ -1,4 +1,4 @@
-"""Decodes JSON values to typed messages, and encodes messages as JSON, for every HTTP server and client.
+"""Decodes JSON values to typed messages, for every HTTP server; `http_server.json_bytes` encodes messages.
 
 A message is a `JsonStruct`: its fields have types, and ranges as `msgspec.Meta`. `decode` works in two steps.
 
@@ -49,13 +49,14 @@ class JsonStruct(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     ignored: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, Any]] = {}
 
-    def given_fields(self) -> dict[str, Any]:
+    def non_default_fields(self) -> dict[str, Any]:
         """Returns the fields whose value is not the default."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in msgspec.structs.fields(self)
-            if field.required or getattr(self, field.name) != field.default
-        }
+        values = {}
+        for field in msgspec.structs.fields(self):
+            factory, value = field.default_factory, getattr(self, field.name)
+            if value != (field.default if factory is msgspec.NODEFAULT else factory()):
+                values[field.name] = value
+        return values
 
     def replace(self, **fields: Any) -> Self:
         """Returns the message with other values of some fields."""
@@ -80,11 +81,6 @@ def decode(value: Any, kind: type[_Message], *, ignore_neutral: bool = False) ->
         raise explained or ApiError(str(error)) from None
 
 
-def encode(message: JsonStruct) -> bytes:
-    """Returns the JSON of a message, without the fields that have their default."""
-    return msgspec.json.encode(message)
-
-
 # -- step 1: preparation -----------------------------------------------------------------------------------
 
 
@@ -99,7 +95,10 @@ def _preparer(kind: inspect.Type) -> _Prepare | None:
         case inspect.ListType() | inspect.VarTupleType():
             return functools.partial(_prepare_items, kind.max_length, _preparer(kind.item_type))
         case inspect.DictType():
-            return functools.partial(_prepare_values, kind.max_length, _preparer(kind.value_type))
+            prepare = _preparer(kind.value_type)
+            if prepare is None and kind.max_length is None:
+                return None
+            return functools.partial(_prepare_values, kind.max_length, prepare)
         case inspect.IntType():
             return _prepare_integer
         case inspect.UnionType():

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.evals.chats import ChatRequest, generate_answers
+from glm5_jax.evals.chats import ChatPrompt, generate_answers
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten, unflatten
 from glm5_jax.text.chat import render_chat
@@ -41,7 +41,7 @@ def params(follows=FOLLOWS):
 
 
 def request(text, **options):
-    return ChatRequest(messages=({"role": "user", "content": text},), **options)
+    return ChatPrompt(messages=({"role": "user", "content": text},), **options)
 
 
 def asked(requests, follows=FOLLOWS):
@@ -82,7 +82,7 @@ def test_what_the_model_said_goes_into_the_next_prompt():
     first = request("q", clear_thinking=False)
     _, answer = asked([first])
     messages = (*first.messages, answer.reply.message, {"role": "user", "content": "more"})
-    prompt = ChatRequest(messages=messages, clear_thinking=False).prompt(TOKENIZER)
+    prompt = ChatPrompt(messages=messages, clear_thinking=False).prompt(TOKENIZER)
     told = answer.prompt + answer.ids
     assert prompt[: len(told)] == told
 

@@ -157,6 +157,7 @@ def test_contradictions_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         small(**changes)
     with pytest.raises(
-        ValueError, match="unknown variant 'huge'; use one of addition, tiny, tools, small, glm5"
+        ValueError,
+        match="unknown variant 'huge'; use one of addition, tiny, tools, small, flash, glm5",
     ):
         rl_reasoning.get_config("huge")

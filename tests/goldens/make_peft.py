@@ -4,12 +4,12 @@
     /tmp/peft/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 numpy==2.4.6 safetensors==0.8.0
     /tmp/peft/bin/python tests/goldens/make_peft.py
 
-`make_peft.py FOLDER` loads the adapter of a folder, which another program saved, into hf_tiny_d instead. It exits with an
-error unless the model then computes the golden's logits.
+`make_peft.py FOLDER` loads the adapter of a folder, which another program saved, into hf_tiny_d instead. It exits with
+an error unless the model then computes the golden's logits.
 
 The adapter has rank 3 and alpha 7.5, and both of its matrices are random. Its targets are all matrices of attention,
-dense MLP, shared and routed experts. Dense and shared matrices are targets by parameter: PEFT 0.21 takes a target module
-named gate_proj, up_proj or down_proj of these models for the routed experts of older files.
+dense MLP, shared and routed experts. Dense and shared matrices are targets by parameter: PEFT 0.21 takes a target
+module named gate_proj, up_proj or down_proj of these models for the routed experts of older files.
 """
 
 import json
@@ -23,8 +23,8 @@ import transformers
 from make_goldens import eager, wide
 from safetensors.torch import load_file
 
-HERE = pathlib.Path(__file__).parent
-BASE, GOLDEN = HERE / "hf_tiny_d", HERE / "peft_tiny_d"
+FOLDER = pathlib.Path(__file__).parent
+BASE, GOLDEN = FOLDER / "hf_tiny_d", FOLDER / "peft_tiny_d"
 MODULES = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 PARAMETERS = [
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),

@@ -5,10 +5,10 @@ import json
 import pytest
 from msgspec import inspect
 
-from glm5_jax.inference import request_bodies
-from glm5_jax.inference.anthropic_protocol import MessagesRequest
+from glm5_jax.inference import anthropic_protocol, request_bodies, responses_protocol
 from glm5_jax.inference.protocol import Reader
-from glm5_jax.inference.responses_protocol import ResponsesRequest
+from glm5_jax.rl import request_bodies as rl_request_bodies
+from glm5_jax.rl.orchestrator import task_registry, task_service
 from glm5_jax.runtime.http_server import ApiError, read_json
 from glm5_jax.runtime.json_body import MAX_SINGLE_PASS_BYTES, parse
 from glm5_jax.runtime.json_structs import JsonStruct, decode
@@ -16,15 +16,20 @@ from glm5_jax.text.tokenizer import Tokenizer
 
 READER = Reader(Tokenizer.default(), model="m", max_length=64)
 COUNT = 40_000
-KINDS = [
-    MessagesRequest,
-    ResponsesRequest,
-    *(
-        kind
-        for kind in vars(request_bodies).values()
-        if isinstance(kind, type) and issubclass(kind, JsonStruct) and kind is not JsonStruct
-    ),
-]
+MODULES = (
+    request_bodies,
+    anthropic_protocol,
+    responses_protocol,
+    rl_request_bodies,
+    task_registry,
+    task_service,
+)
+KINDS = {
+    kind: None
+    for module in MODULES
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, JsonStruct) and kind is not JsonStruct
+}
 
 
 @pytest.mark.parametrize("field", ["stop", "tools", "stop_token_ids"])

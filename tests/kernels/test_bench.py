@@ -35,7 +35,7 @@ def test_prints_times_of_xla_and_libraries_per_case(capsys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["decode", "backward"])
-def test_measures_one_case_at_given_sizes(capsys, case):
+def test_measures_one_case_at_other_sizes(capsys, case):
     code, lines = run(capsys, "grouped_matmul", "--case", case, "--shape", "m=96,filled=90")
     assert code == 0 and len(lines) == 3 and "x lax.ragged_dot" in lines[2]
 

@@ -70,7 +70,7 @@ CASES = {
 SHORT = "documents of two heads"
 QUICK = {  # the cases of the default tier; Hopper's emulator takes a second for each tile
     "xla": (SHORT, "everything", "a window over documents"),
-    "tpu": (),  # test_documents_that_cross_tiles
+    "tpu": (),  # test_handles_documents_across_tiles
     "gpu": (SHORT,),
 }
 

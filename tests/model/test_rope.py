@@ -62,25 +62,6 @@ def test_rotation_equals_oracle(parameters):
     np.testing.assert_allclose(one_head, expected[:, :, 0], atol=1e-4)
 
 
-def test_dot_products_depend_on_distance_only():
-    rng = np.random.default_rng(1)
-    q, k = rng.standard_normal((2, 1, 1, DIM)).astype(np.float32)
-
-    def dot(q_position, k_position):
-        rotated = [
-            rotate(
-                jnp.asarray(x)[None],
-                *rope.rope_table(CASES["plain"], DIM, jnp.array([[at]]), jnp.float32),
-            )
-            for x, at in ((q, q_position), (k, k_position))
-        ]
-        return float(jnp.sum(rotated[0] * rotated[1]))
-
-    assert dot(9, 4) == pytest.approx(dot(105, 100), abs=1e-4)
-    assert dot(9, 4) != pytest.approx(dot(9, 5), abs=1e-2)
-    assert dot(9, 9) == pytest.approx(float(np.sum(q * k)), abs=1e-5)
-
-
 def test_computes_angles_in_float32():
     """A bfloat16 position has 8 bits: 1001 and 1002 would be the same."""
     positions = jnp.array([[1001, 1002]])

@@ -1,4 +1,4 @@
-"""Okapi BM25, term by term (Robertson and Zaragoza 2009, 3.4, with the 1 within the logarithm that keeps it positive)."""
+"""Okapi BM25 per term (Robertson and Zaragoza 2009, 3.4), with 1 added in the logarithm to keep it positive."""
 
 import numpy as np
 

@@ -200,11 +200,11 @@ def forward(
 ):
     """Runs token_ids int [b t]; returns a dict of float64 arrays.
 
-    segment_ids int [b t] (0 = padding; default: one document per row) limit attention, and
-    positions default to the index within the segment. attention_kind "dense" does not use the
-    indexer. Keys, stacked over the layers that have them: logits [b t v], hidden_states [l+1 b t d]
-    (before the final norm), final_hidden [b t d], attn_out and mlp_out [l b t d], selected bool
-    [l b t s], index_scores and attention (summed over heads) [l b t s], topk [l b t k], router_logits and router_weights [l b t e].
+    segment_ids int [b t] (0 = padding; default: one document per row) limit attention, and positions default to the
+    index within the segment. attention_kind "dense" does not use the indexer. Keys, stacked over the layers that have
+    them: logits [b t v], hidden_states [l+1 b t d] (before the final norm), final_hidden [b t d], attn_out and mlp_out
+    [l b t d], selected bool [l b t s], index_scores and attention (summed over heads) [l b t s], topk [l b t k],
+    router_logits and router_weights [l b t e].
     """
     segment_ids = np.ones_like(token_ids) if segment_ids is None else np.asarray(segment_ids)
     positions = positions_of(segment_ids) if positions is None else np.asarray(positions)

@@ -1,8 +1,8 @@
 """Low-rank adapters in NumPy float64, from tensors under PEFT's names: W + (alpha / rank) B A.
 
 It knows no JAX and nothing of `glm5_jax`. Linear weights are [out in], A [rank in] and B [out rank]. The experts of a
-layer are one tensor [e out in], gate and up in one, with A [e * rank, in] (expert outside) and B [out, rank * e] (expert
-inside); their names in the file are `experts.base_layer` for gate and up, and `experts` for down.
+layer are one tensor [e out in], gate and up in one, with A [e * rank, in] (expert outside) and B [out, rank * e]
+(expert inside); their names in the file are `experts.base_layer` for gate and up, and `experts` for down.
 """
 
 import re

@@ -75,7 +75,9 @@ def test_assigns_rows_to_processes():
 
 
 @pytest.mark.parametrize(
-    "held", [[{0, 1}, {1, 2}], [{0}, {1, 2}], [{0}, {1}]], ids=["overlap", "unequal", "missing"]
+    "rows_of_processes",
+    [[{0, 1}, {1, 2}], [{0}, {1, 2}], [{0}, {1}]],
+    ids=["overlap", "unequal", "missing"],
 )
 def test_rejects_rows_that_do_not_partition_batch(rows_of_processes):
     assert disjoint_parts(rows_of_processes, 3) is None

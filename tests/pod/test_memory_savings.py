@@ -270,7 +270,8 @@ def test_pregathered_experts_are_sent_once_per_step():
             for sizes in (always, once)
         )
         print(
-            f"{kind} over fsdp, GB that a chip gets per step: sharded {bytes_before / GB:.1f}, experts {bytes_after / GB:.1f}"
+            f"{kind} over fsdp, GB per chip and step: "
+            f"sharded {bytes_before / GB:.1f}, experts {bytes_after / GB:.1f}"
         )
         saved[kind] = bytes_before - bytes_after
     # Forward and recomputation of each microbatch gather them; the MTP layer's are gathered in each of three steps.

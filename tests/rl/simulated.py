@@ -165,7 +165,7 @@ class Simulation:
             return
         self._check(batch)
         if self.lose and self.draw.random() < self.lose:
-            members = sorted({one.rollout_id for own in batch for one in own.members})
+            members = sorted({one.rollout_id for group in batch for one in group.members})
             lost = self.draw.sample(members, self.draw.randint(1, len(members)))
             self.lost.update(lost)
             self.buffer.mark_lost(lost)

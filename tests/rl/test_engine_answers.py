@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.rollouts.engine_answers import is_reply
+from glm5_jax.rl.rollouts.engine_answers import read_reply
 from tests.rl.fleet import Engine, gateway, until
 
 META = {
@@ -67,15 +67,16 @@ class Odd(Engine):
 
 
 def test_reads_reply_of_engine():
-    assert is_reply(REPLY)
+    reply = read_reply(REPLY)
+    assert reply.output_ids == [15, 263] and reply.logprobs == [-0.5, -1]
     aborted = META | {"finish_reason": {"type": "abort"}, "weight_versions": []}
-    assert not is_reply({"output_ids": [], "meta_info": aborted})
+    assert read_reply({"output_ids": [], "meta_info": aborted}) is None
 
 
 @pytest.mark.parametrize("answer", NO_REPLIES)
 def test_rejects_answer_that_is_no_reply(answer):
     with pytest.raises(ValueError, match="the answer is no reply"):
-        is_reply(answer)
+        read_reply(answer)
 
 
 @pytest.fixture

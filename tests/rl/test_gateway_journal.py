@@ -12,7 +12,7 @@ from glm5_jax.rl.rollouts.record_codec import decode_records
 from glm5_jax.rl.rollouts.session_journal import SessionJournal
 from glm5_jax.rl.rollouts.sessions import Session
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.metrics.test_jsonl import room
+from tests.metrics.test_jsonl import limit_file_size
 from tests.rl.fleet import Engine, gateway
 
 QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?"))
@@ -78,7 +78,7 @@ def test_a_reply_that_cannot_be_written_is_not_kept(noting, tmp_path):
         _, first = chat(url, "s", QUESTION)
         before, kept = path.read_bytes(), records(url, "s")
         for space in (40, 0):  # the line is torn, or does not begin
-            with room(len(before) + space):
+            with limit_file_size(len(before) + space):
                 check_error(*chat(url, "s", QUESTION, first, MORE))
             assert path.read_bytes() == before and records(url, "s") == kept
         status, second = chat(url, "s", QUESTION, first, MORE)
@@ -97,7 +97,7 @@ def test_a_reply_that_cannot_be_written_is_not_kept(noting, tmp_path):
 def test_a_session_that_cannot_be_written_has_not_begun(noting, tmp_path):
     with gateway(noting.url, journal=str(tmp_path)) as url:
         for space in (3, 0):
-            with room(space):
+            with limit_file_size(space):
                 status, said = asked(url, "/sessions", {"id": "s", "seed": 7})
             check_error(status, said["error"])
             assert load(url) == 0 and asked(url, "/sessions")[1]["sessions"] == []
@@ -126,7 +126,7 @@ def test_a_session_whose_file_stays_has_not_ended(noting, tmp_path):
 
 def test_weights_that_cannot_be_written_are_not_wanted(noting, tmp_path):
     with gateway(noting.url, journal=str(tmp_path)) as url:
-        with room(5):
+        with limit_file_size(5):
             status, said = asked(url, "/weights", WEIGHTS)
         check_error(status, said["error"])
         assert asked(url, "/server_info")[1]["weights"] is None

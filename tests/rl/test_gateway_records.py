@@ -5,7 +5,7 @@ import pytest
 from glm5_jax.rl.rollouts.client import RecordClient
 from glm5_jax.rl.rollouts.record_codec import decode_records, digest_of
 from glm5_jax.rl.trajectory import summarize_records, summary_from_json
-from tests.metrics.test_jsonl import room
+from tests.metrics.test_jsonl import limit_file_size
 from tests.rl.fleet import Engine, gateway, server_info
 from tests.rl.test_gateway_journal import MORE, QUESTION, asked, chat, check_error, load, records
 
@@ -85,7 +85,7 @@ def test_gateway_that_was_killed_while_it_finished_has_session_once(engine_url, 
 def test_session_stays_open_if_its_records_cannot_be_written(engine_url, tmp_path):
     with gateway(engine_url, journal=str(tmp_path)) as url:
         content = begin(url)
-        with room(20):
+        with limit_file_size(20):
             status, body = asked(url, "/sessions/s/finish", {})
         check_error(status, body["error"])
         assert asked(url, "/sessions")[1] == {"sessions": ["s"], "finished": []}

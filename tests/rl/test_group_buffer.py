@@ -250,8 +250,8 @@ def test_repairs_group_in_batch_whose_records_are_lost():
 def test_replaces_group_in_batch_that_lost_most_records():
     buffer = made(group=2, batch_groups=2, max_staleness=1)
     a, b, c, d = fill(buffer)
-    for own in (a, b):
-        come(buffer, own)
+    for ticket in (a, b):
+        come(buffer, ticket)
     taken = buffer.take(0)
     assert numbers(taken) == [0, 1] and buffer.has_group(a.group_id)
     buffer.mark_lost([member.rollout_id for member in taken[0].members])
@@ -260,15 +260,15 @@ def test_replaces_group_in_batch_that_lost_most_records():
     again = buffer.admit("t", 0)
     assert (again.order, again.tries) == (0, 1)
     come(buffer, again)
-    assert [own.group_id for own in buffer.take(0)] == [again.group_id, b.group_id]
+    assert [taken.group_id for taken in buffer.take(0)] == [again.group_id, b.group_id]
     assert buffer.metrics()["groups/failed"] == 1
 
 
 def test_lost_records_of_later_batch_leave_earlier_one_as_it_is():
     buffer = made(group=2, batch_groups=1, max_staleness=1)
     a, b = fill(buffer)
-    for own in (a, b):
-        come(buffer, own)
+    for ticket in (a, b):
+        come(buffer, ticket)
     first, [second] = buffer.take(0), buffer.take(1)
     buffer.mark_lost([member.rollout_id for member in second.members])
     assert buffer.take(0) == first and buffer.take(1) is None

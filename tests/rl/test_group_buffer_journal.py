@@ -105,8 +105,8 @@ def test_lost_records_stay_lost(tmp_path):
     config = BufferConfig(group=3, batch_groups=1, max_staleness=1)
     buffer = GroupBuffer(config, tmp_path)
     admitted = [buffer.admit("t", i) for i in range(2)]
-    for own in admitted:
-        buffer.put(own.group_id, group(own, [[0]] * 3))
+    for ticket in admitted:
+        buffer.put(ticket.group_id, group(ticket, [[0]] * 3))
     [taken], [other] = buffer.take(0), buffer.take(1)
     buffer.mark_lost([taken.members[0].rollout_id, *(m.rollout_id for m in other.members[:2])])
     again = GroupBuffer(config, tmp_path)

@@ -64,7 +64,7 @@ def test_deletes_records_after_training(stack, own_gate):
 def test_deletes_records_of_dropped_groups_and_evaluations(stack, own_gate):
     options = {"dispatcher": DispatcherConfig(cleanup_interval_s=0.05, max_tries=1)}
     fleet = Fleet(stack, own_gate, **options)
-    fleet.services["sums"].broken = lambda asked: asked.rollout_id.endswith(("-1", "-2"))
+    fleet.services["sums"].broken = lambda request: request.rollout_id.endswith(("-1", "-2"))
     fleet.begin()
     until(lambda: fleet.client.status()["metrics"]["groups/failed"] >= 4)
     assert fleet.client.evaluate(2, 20)["sums"]["count"] == 2

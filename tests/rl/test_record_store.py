@@ -9,7 +9,7 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.rl.rollouts.record_codec import decode_records, digest_of, encode_records
 from glm5_jax.rl.rollouts.record_store import RecordStore
 from glm5_jax.rl.rollouts.session_journal import JournalError
-from tests.metrics.test_jsonl import room
+from tests.metrics.test_jsonl import limit_file_size
 from tests.rl.test_trajectory import record
 
 NAN = float("nan")
@@ -91,6 +91,6 @@ def test_reads_files_of_an_earlier_process(tmp_path):
 
 def test_stores_nothing_on_a_full_disk(tmp_path):
     store = RecordStore(tmp_path)
-    with room(10), pytest.raises(JournalError, match="cannot be written"):
+    with limit_file_size(10), pytest.raises(JournalError, match="cannot be written"):
         store.write("a", bytes(1000))
     assert "a" not in store and not list(tmp_path.iterdir())

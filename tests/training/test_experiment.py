@@ -34,7 +34,7 @@ def test_writes_config_as_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "parts,named",
+    "parts,message",
     [
         ({"model": {"hidden_size": 64}}, "model.hidden_size was 128, is 64"),
         ({"data": {"seed": 3}}, "data.seed was 0, is 3"),

@@ -71,21 +71,29 @@ def test_patterns_cover_all_weights_of_presets(name):
             assert path in ("embed/weight", "lm_head/weight") or len(letter.split()) <= 2
 
 
-def test_groups_attention_biases_to_adamw():
-    cfg = dataclasses.replace(presets.tiny(), attention_bias=True)
-    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.axis_letters(cfg)))
-    assert groups["moe_layers/attn/q_a_bias"] == groups["moe_layers/attn/o_bias"] == "adamw"
-
-
-def test_groups_weights_of_ablations():
-    cfg = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
-    letters = glm5.axis_letters(cfg)
-    groups = tree.flatten(groups_of(OptimizerConfig(), letters))
-    for path in "attn/q attn/k attn/v attn/o gdn/a gdn/b gdn/gate".split():
-        assert groups[f"dense_layers/{path}"] == groups[f"moe_layers/{path}"] == "muon"
-        layout_of(f"moe_layers/{path}", tree.flatten(letters)[f"moe_layers/{path}"])
-    for path in "conv_q conv_k conv_v a_log dt_bias norm".split():
-        assert groups[f"moe_layers/gdn/{path}"] == "adamw"
+def test_groups_weights_by_pattern():
+    tiny = presets.tiny()
+    biased = dataclasses.replace(tiny, attention_bias=True)
+    gqa = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
+    mla = "router/weight attn/q_a attn/q_b attn/kv_a attn/k_b attn/v_b attn/o experts/up shared/up"
+    gdn = "attn/q attn/k attn/v attn/o gdn/a gdn/b gdn/gate"
+    for cfg, group, folder, names in (
+        (tiny, "muon", "moe_layers/", mla),
+        (tiny, "muon", "", "mtp/eh_proj dense_layers/mlp/down"),
+        (tiny, "adamw", "", "embed/weight lm_head/weight final_norm mtp/enorm"),
+        (tiny, "adamw", "moe_layers/attn/", "q_a_norm"),
+        (tiny, "indexer", "mtp/block/indexer/", "weights"),
+        (biased, "adamw", "moe_layers/attn/", "q_a_bias o_bias"),
+        (gqa, "muon", "dense_layers/", gdn),
+        (gqa, "muon", "moe_layers/", gdn),
+        (gqa, "adamw", "moe_layers/gdn/", "conv_q conv_k conv_v a_log dt_bias norm"),
+    ):
+        letters = glm5.axis_letters(cfg)
+        groups = tree.flatten(groups_of(OptimizerConfig(), letters))
+        for path in (folder + name for name in names.split()):
+            assert groups[path] == group, path
+            if group == "muon":
+                layout_of(path, tree.flatten(letters)[path])
 
 
 def test_gives_lm_head_to_muon_on_request():
@@ -94,16 +102,6 @@ def test_gives_lm_head_to_muon_on_request():
     assert groups["lm_head/weight"] == "muon" and groups["embed/weight"] == "adamw"
     with pytest.raises(ValueError, match="lm_head is 'sgd'; use 'muon' or 'adamw'"):
         make_optimizer(OptimizerConfig(lm_head="sgd"), letters)
-
-
-def test_groups_weights_of_glm5():
-    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.axis_letters(presets.tiny())))
-    muon = "router/weight attn/q_a attn/q_b attn/kv_a attn/k_b attn/v_b attn/o experts/up shared/up"
-    assert {groups[f"moe_layers/{path}"] for path in muon.split()} == {"muon"}
-    assert groups["mtp/eh_proj"] == groups["dense_layers/mlp/down"] == "muon"
-    adamw = "embed/weight lm_head/weight final_norm mtp/enorm moe_layers/attn/q_a_norm"
-    assert {groups[path] for path in adamw.split()} == {"adamw"}
-    assert groups["mtp/block/indexer/weights"] == "indexer"
 
 
 def test_rejects_weight_without_pattern():

@@ -14,14 +14,15 @@ import dataclasses
 import statistics
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import msgspec
+
 from glm5_jax.envs.sandbox import Layer, Sandbox
 from glm5_jax.envs.swe.builder import BuildError, BuiltProject, commands_of
 from glm5_jax.envs.swe.instance import SweInstance
 from glm5_jax.envs.swe.layers import SweLimits
-from glm5_jax.envs.swe.parsers import RunReport
 from glm5_jax.envs.swe.parsers.report import build_report
 from glm5_jax.envs.swe.patches import PatchError, PatchParts
-from glm5_jax.envs.swe.recipes import WORKDIR, RunPlan
+from glm5_jax.envs.swe.recipes import WORKDIR, ProjectPlan
 from glm5_jax.envs.swe.runs import RebuildError, RunResult, rebuild, run_tests
 from glm5_jax.envs.swe.sources import apply_patch
 from glm5_jax.envs.swe.transitions import Arms, Classification, classify
@@ -37,7 +38,7 @@ class ArmRuns:
 
     Attributes:
       arms: their reports.
-      seconds: duration of the test arm and median of the gold arm, in seconds.
+      seconds: durations by arm, `base`, `test` and `gold_median`, in seconds.
     """
 
     arms: Arms
@@ -58,7 +59,7 @@ async def run_arms(built: BuiltProject, parts: PatchParts, limits: SweLimits) ->
     arms = Arms(
         base=base,
         test=test.report or build_report([], None),
-        gold=[_gold_report(run) for run in gold],
+        gold=[run.report for run in gold if run.report is not None],
         test_log=test.log,
     )
     return ArmRuns(arms=arms, seconds={name: round(s, 3) for name, s in seconds.items()})
@@ -78,7 +79,7 @@ def fill_instance(
     draft: instance with its texts and patches.
     """
     classes = classify(runs.arms)
-    instance = _replace(
+    instance = msgspec.structs.replace(
         draft,
         environment=built.environment,
         rebuild_cmds=built.plan.rebuild_cmds,
@@ -94,11 +95,6 @@ def fill_instance(
         seconds=dict(runs.seconds),
     )
     return instance, classes
-
-
-def _replace(instance: SweInstance, **fields) -> SweInstance:
-    values = {name: getattr(instance, name) for name in instance.__struct_fields__}
-    return SweInstance(**{**values, **fields})
 
 
 async def _run_test_arm(built: BuiltProject, parts: PatchParts, limits: SweLimits) -> RunResult:
@@ -123,10 +119,9 @@ async def _run_gold_arm(
             raise BuildError(f"the gold patch does not build: {error}") from None
         layer = await box.snapshot()
         try:
-            runs = [
-                await run_tests(box, built.commands, limits.test_timeout_s)
-                for _ in range(GOLD_RUNS)
-            ]
+            runs = []
+            for _ in range(GOLD_RUNS):
+                runs.append(_checked(await run_tests(box, built.commands, limits.test_timeout_s)))
             runs.append(await _run_fresh(layer, built.plan, limits, shuffled=True))
             runs.append(await _run_fresh(layer, built.plan, limits, cpus=SLOW_CPUS))
         finally:
@@ -135,18 +130,20 @@ async def _run_gold_arm(
 
 
 async def _run_fresh(
-    layer: Layer, plan: RunPlan, limits: SweLimits, *, shuffled: bool = False, **changes: float
+    layer: Layer, plan: ProjectPlan, limits: SweLimits, *, shuffled: bool = False, **changes: float
 ) -> RunResult:
     async with Sandbox(limits.sandbox(layer, **changes)) as box:
-        return await run_tests(box, commands_of(plan, shuffled=shuffled), limits.test_timeout_s)
+        commands = commands_of(plan, shuffled=shuffled)
+        return _checked(await run_tests(box, commands, limits.test_timeout_s))
 
 
-def _gold_report(run: RunResult) -> RunReport:
-    if run.report is None:
-        raise BuildError(f"a gold run has no report: {run.problem}")
+def _checked(run: RunResult) -> RunResult:
+    """Returns a gold run. Raises BuildError if it did not end, or has no report."""
     if run.exit_code is None:
         raise BuildError("a gold run had no end within the time limit; raise test_timeout_s")
-    return run.report
+    if run.report is None:
+        raise BuildError(f"a gold run has no report: {run.problem}")
+    return run
 
 
 @contextlib.asynccontextmanager

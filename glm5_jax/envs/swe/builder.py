@@ -3,7 +3,7 @@
     built = await RuleBuilder(LayerStore(folder)).build(base_tree, focus=test_files)
 
 - detect: language and recipe, by the files of the project (`recipes`).
-- plan: commands, packages and variables (`RunPlan`).
+- plan: commands, packages and variables (`ProjectPlan`).
 - set up: the tree and its build in a layer, without a network. What is not installed is an error that names the packages.
 - verify: two runs of the tests on the tree without patches, which must agree, with less than 15% failing.
 - organise: the launch record, with commands and parser.
@@ -29,7 +29,7 @@ from glm5_jax.envs.swe.layers import (
     tools_layer,
 )
 from glm5_jax.envs.swe.parsers import RunReport
-from glm5_jax.envs.swe.recipes import WORKDIR, RecipeError, RunPlan, detect_recipe
+from glm5_jax.envs.swe.recipes import WORKDIR, ProjectPlan, RecipeError, detect_recipe
 from glm5_jax.envs.swe.runs import ENVIRONMENT, RunCommands, RunResult, run_tests
 from glm5_jax.envs.swe.sources import commit_once
 
@@ -55,7 +55,7 @@ class BuiltProject:
     """
 
     tree: FileTree
-    plan: RunPlan
+    plan: ProjectPlan
     layer: StoredLayer
     runs: Sequence[RunResult]
     record: LaunchRecord
@@ -136,7 +136,7 @@ class RuleBuilder:
         )
         return BuiltProject(tree=tree, plan=plan, layer=layer, runs=runs, record=record)
 
-    async def layer(self, tree: FileTree, plan: RunPlan, language: str) -> StoredLayer:
+    async def layer(self, tree: FileTree, plan: ProjectPlan, language: str) -> StoredLayer:
         """Returns the layer of a tree after the commands that set it up."""
         tools = await tools_layer(self.store, language, self._node_modules)
 
@@ -148,7 +148,7 @@ class RuleBuilder:
         inputs = [digest_tree(tree), plan.setup_cmds, dict(plan.variables)]
         return await self.store.layer(tools, [*inputs, installed_versions(plan.apt)], fill)
 
-    async def _verify(self, layer: StoredLayer, plan: RunPlan) -> list[RunResult]:
+    async def _verify(self, layer: StoredLayer, plan: ProjectPlan) -> list[RunResult]:
         """Returns the runs on the tree without patches. Raises BuildError unless they agree and mostly pass."""
         limits, runs = self.store.limits, []
         async with Sandbox(limits.sandbox(layer.layer)) as box:
@@ -171,7 +171,7 @@ class RuleBuilder:
         return runs
 
 
-def commands_of(plan: RunPlan, *, shuffled: bool = False) -> RunCommands:
+def commands_of(plan: ProjectPlan, *, shuffled: bool = False) -> RunCommands:
     """Returns the commands of a plan, in another order of tests if `shuffled`."""
     return RunCommands(
         rebuild_cmds=plan.rebuild_cmds,
@@ -181,7 +181,7 @@ def commands_of(plan: RunPlan, *, shuffled: bool = False) -> RunCommands:
     )
 
 
-def check_packages(plan: RunPlan) -> None:
+def check_packages(plan: ProjectPlan) -> None:
     """Raises RecipeError that names the Debian packages of a plan that this machine lacks."""
     missing = sorted(set(plan.apt) - set(installed_versions(plan.apt)))
     if missing:
@@ -196,7 +196,7 @@ def _report(run: RunResult) -> RunReport:
     return run.report
 
 
-async def _set_up(box: Sandbox, plan: RunPlan, timeout_s: float) -> list[dict[str, Any]]:
+async def _set_up(box: Sandbox, plan: ProjectPlan, timeout_s: float) -> list[dict[str, Any]]:
     """Runs the commands that set a project up; returns each with its exit code, seconds and end of the log."""
     await box.exec("mkdir -p -m 1777 /tmp/home", user="root", cwd="/")
     steps = []

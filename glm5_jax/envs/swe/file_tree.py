@@ -4,7 +4,6 @@ A `FileTree` maps paths to files and links. It is read from an archive (`tree_of
 compared by `changed_files`, and written into a sandbox by `put_tree`. No file of a tree is ever written on the host.
 """
 
-import io
 import marshal
 import os
 import posixpath
@@ -152,7 +151,7 @@ async def save_tree(
     with tempfile.TemporaryFile() as file:
         await box.save(path, file, max_bytes)
         file.seek(0)
-        return without_folders(_read_records(io.BufferedReader(file)), skip)  # type: ignore[arg-type]
+        return without_folders(_read_records(file), skip)
 
 
 async def remove_files(box: Sandbox, folder: str, paths: Iterable[str]) -> None:

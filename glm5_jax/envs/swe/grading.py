@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 from glm5_jax.envs.sandbox import Sandbox, SandboxError, SandboxFileError
 from glm5_jax.envs.swe.arms import time_limit
+from glm5_jax.envs.swe.awareness import AwarenessJudge, find_aware_lines
 from glm5_jax.envs.swe.file_tree import (
     FileTree,
     TreeError,
@@ -39,7 +40,7 @@ from glm5_jax.envs.swe.recipes import RECIPE_FOLDER, WORKDIR, Canaries, find_rec
 from glm5_jax.envs.swe.resolution import Resolution, resolve
 from glm5_jax.envs.swe.runs import RebuildError, RunCommands, RunResult, rebuild, run_tests
 from glm5_jax.envs.swe.sources import apply_patch
-from glm5_jax.envs.swe.submissions import IGNORED_FOLDERS, Submission, filter_changes
+from glm5_jax.envs.swe.submissions import IGNORED_FOLDERS, SweSubmission, filter_changes
 
 _TAG_LETTERS = 10
 # Makes a test file root's, and keeps others from replacing it or a folder above it.
@@ -80,14 +81,15 @@ class Walls:
     ignores_outputs: bool = True
 
 
-class Grader:
-    """Grader of attempts at one instance.
+class SweGrader:
+    """SweGrader of attempts at one instance.
 
     Args:
       instance: task with its lists of tests.
       layer: environment with the base tree.
       limits: limits of sandboxes.
       walls: protections; all of them, except in tests of one.
+      judge: decides on lines that name a runner or a test, if an attempt resolves the instance; None: they do not count.
 
     Raises InstanceError if the instance cannot be graded, RecipeError if its recipe is not known.
     """
@@ -98,10 +100,11 @@ class Grader:
         layer: StoredLayer,
         limits: SweLimits = SweLimits(),
         walls: Walls = Walls(),
+        judge: AwarenessJudge | None = None,
     ):
         check_gradable(instance)
         self.instance, self.layer = instance, layer
-        self._limits, self._walls = limits, walls
+        self._limits, self._walls, self._judge_awareness = limits, walls, judge
         self._recipe = find_recipe(instance.environment.recipe)
         self._commands = RunCommands(
             rebuild_cmds=instance.rebuild_cmds,
@@ -140,10 +143,10 @@ class Grader:
             return self._report(0.0, f"what the agent left cannot be graded: {error}")
         return await self._grade(changes, patch_exists=bool(changes))
 
-    async def submission(self, changes: Mapping[str, TreeFile | None]) -> Submission:
+    async def submission(self, changes: Mapping[str, TreeFile | None]) -> SweSubmission:
         """Returns what of some changes is graded."""
         if not self._walls.filters_changes:
-            return Submission(files=changes)
+            return SweSubmission(files=changes)
         return filter_changes(changes, await self.base_tree(), self.instance)
 
     async def base_tree(self) -> FileTree:
@@ -217,9 +220,14 @@ class Grader:
                 if self._walls.requires_rebuild:
                     raise NoResultError(f"it does not build: {error}") from None
             run = await run_tests(box, self._commands, self._timeout_s)
-        return self._judge(run, canaries, submission, patch_exists)
+        report = self._judge(run, canaries, submission, patch_exists)
+        if report.resolved and self._judge_awareness is not None:
+            lines = find_aware_lines(submission.files, base, self.instance)
+            if lines and await self._judge_awareness(lines):
+                raise AttemptError(f"it behaves differently under test: {lines[0]}")
+        return report
 
-    async def _put(self, box: Sandbox, base: FileTree, submission: Submission) -> FileTree:
+    async def _put(self, box: Sandbox, base: FileTree, submission: SweSubmission) -> FileTree:
         """Writes changes and tests into a sandbox; returns the tree."""
         changes = dict(submission.files)
         if self._walls.restores_tests:
@@ -230,7 +238,9 @@ class Grader:
         written = {path: file for path, file in changes.items() if file is not None}
         try:
             await put_tree(box, WORKDIR, written)
-        except SandboxFileError as error:  # a link or a file where the tests need a folder, or the reverse
+        except (
+            SandboxFileError
+        ) as error:  # a link or a file where the tests need a folder, or the reverse
             raise AttemptError(f"the changes cannot be written: {error.args[-1]}") from None
         return with_changes(base, changes)
 
@@ -255,7 +265,11 @@ class Grader:
             )
 
     def _judge(
-        self, run: RunResult, canaries: Canaries | None, submission: Submission, patch_exists: bool
+        self,
+        run: RunResult,
+        canaries: Canaries | None,
+        submission: SweSubmission,
+        patch_exists: bool,
     ) -> AttemptReport:
         """Returns the report on a run. Raises AttemptError and NoResultError."""
         if run.exit_code is None:
@@ -269,6 +283,8 @@ class Grader:
         if canaries is not None:
             canary_ok = has_true_canaries(run.report, canaries)
             if not canary_ok:
+                if run.report.is_crashed:  # what it printed before cannot be told from forged lines
+                    raise AttemptError("the tests died before the planted tests had results")
                 raise AttemptError("tests were tampered with: the planted tests have other results")
         problem = exit_code_problem(run.report, run.exit_code)
         if self._walls.checks_exit_code and problem and not run.report.is_crashed:
@@ -333,7 +349,7 @@ def _folders_above(path: str) -> list[str]:
     return folders
 
 
-def _dropped_note(submission: Submission) -> str | None:
+def _dropped_note(submission: SweSubmission) -> str | None:
     """Returns a description of the changes that were not graded; None if there are none."""
     notes = [f"{path} ({reason})" for path, reason in list(submission.dropped.items())[:5]]
     return f"not graded: {'; '.join(notes)}" if notes else None

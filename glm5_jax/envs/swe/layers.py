@@ -22,7 +22,7 @@ from glm5_jax.envs.swe.recipes.plan import WORKDIR, RecipeError
 from glm5_jax.envs.swe.recipes.python import PYTEST_FOLDER
 from glm5_jax.envs.terminal.image import copy_distributions
 
-NODE_MODULES = "/opt/node/node_modules"
+NODE_MODULES = "/tools/node/node_modules"
 _DPKG_STATUS = pathlib.Path("/var/lib/dpkg/status")
 # Folders of /etc that programs of a language read.
 _ETC = {"php": ("php",), "java": ("maven", "java-17-openjdk", "java-21-openjdk")}
@@ -103,6 +103,9 @@ class LayerStore:
         self.folder = pathlib.Path(folder)
         self.limits = limits
         self.folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in self.folder.glob(".sha256-*"):  # of builders that were killed
+            if not pathlib.Path("/proc", unfinished.suffix[1:]).exists():
+                shutil.rmtree(unfinished, ignore_errors=True)
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def layer(self, below: StoredLayer, inputs: Any, fill: FillLayer) -> StoredLayer:
@@ -138,7 +141,11 @@ class LayerStore:
                 record = await fill(box)
                 await box.snapshot(unfinished / "layer")
             (unfinished / "record.json").write_text(json.dumps(record), "utf-8")
-            os.replace(unfinished, place)
+            try:
+                os.replace(unfinished, place)
+            except OSError:  # another process has finished the same layer
+                if not (place / "record.json").exists():
+                    raise
         finally:
             await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
 

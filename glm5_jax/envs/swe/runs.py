@@ -92,8 +92,8 @@ async def rebuild(box: Sandbox, commands: RunCommands, timeout_s: float) -> str:
 
 async def run_tests(box: Sandbox, commands: RunCommands, timeout_s: float) -> RunResult:
     """Runs the tests once and returns the result. Raises SandboxError if the sandbox fails."""
-    made = f"rm -rf {RESULTS} && mkdir -m 1777 {RESULTS} && mkdir -p -m 1777 /tmp/home"
-    await box.exec(made, user="root", cwd="/")
+    reset = f"rm -rf {RESULTS} && mkdir -m 1777 {RESULTS} && mkdir -p -m 1777 /tmp/home"
+    await box.exec(reset, user="root", cwd="/")
     start, exit_code, logs, out_of_memory = time.monotonic(), 0, [], False
     for command in commands.test_cmds:
         left = max(0.1, timeout_s - (time.monotonic() - start))

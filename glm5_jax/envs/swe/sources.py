@@ -28,7 +28,7 @@ from glm5_jax.envs.swe.patches import PatchError, PatchParts, parse_patch, rende
 
 # Folders that tell the future, or how a distribution builds: they are no part of a task.
 REMOVED_FOLDERS = ("debian", ".pc", ".git", ".hg", ".svn")
-_WORK = "/work"
+_WORK = "/tree"
 _IDENTITY = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_CONFIG_NOSYSTEM": "1",

@@ -40,7 +40,7 @@ _ENABLES_TESTS = re.compile(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Submission:
+class SweSubmission:
     """Changes of an attempt that are graded.
 
     Attributes:
@@ -56,7 +56,7 @@ def filter_changes(
     changes: Mapping[str, TreeFile | None],
     base: FileTree,
     instance: SweInstance,
-) -> Submission:
+) -> SweSubmission:
     """Returns the changes to grade.
 
     Args:
@@ -75,7 +75,7 @@ def filter_changes(
             files[path] = file
         else:
             dropped[path] = reason
-    return Submission(files=files, dropped=dropped)
+    return SweSubmission(files=files, dropped=dropped)
 
 
 def _paths(patch: str) -> set[str]:

@@ -2,18 +2,21 @@
 
     result = await make_instance(draft, change, builder)
 
-An instance is kept if its arms classify as valid, the layer does not hold the fix already, and three gradings in fresh
-sandboxes come out right: gold scores 1, no change scores 0, gold without its last hunk scores 0.
+An instance is kept if its arms classify as valid, the layer does not hold the fix already, and gradings in fresh sandboxes
+come out right: gold scores 1, no change scores 0. The label `checks_last_hunk` says whether gold without its last hunk scores
+0; real fixes may end with a hunk that tests do not see, such as one that frees memory.
 """
 
 import dataclasses
 import posixpath
 from collections.abc import Mapping
 
+import msgspec
+
 from glm5_jax.envs.sandbox import Sandbox, SandboxFileError
 from glm5_jax.envs.swe.arms import ArmRuns, fill_instance, run_arms
 from glm5_jax.envs.swe.builder import BuildError, BuiltProject, RuleBuilder
-from glm5_jax.envs.swe.grading import Grader
+from glm5_jax.envs.swe.grading import SweGrader
 from glm5_jax.envs.swe.instance import AttemptReport, SweInstance
 from glm5_jax.envs.swe.layers import StoredLayer, SweLimits
 from glm5_jax.envs.swe.patch_edits import drop_last_hunk
@@ -23,6 +26,7 @@ from glm5_jax.envs.swe.sources import Change
 from glm5_jax.envs.swe.transitions import Classification
 
 _MAX_COPY_BYTES = 4 << 20
+_PLACES = ("/usr", "/tools", "/opt", "/etc", "/var", "/srv", "/home", "/root", "/tmp")
 _MIN_LINE = 12  # characters of an added line that is unlikely to occur elsewhere
 
 
@@ -50,6 +54,9 @@ async def make_instance(draft: SweInstance, change: Change, builder: RuleBuilder
 
     draft: instance with its texts; patches and `base_commit` come from the change.
     """
+    for name, part in (("code", change.parts.code), ("test", change.parts.test)):
+        if not part:
+            return MadeInstance(invalid_reason=f"the change has no {name}")
     focus = [file.path for file in parse_patch(change.parts.test) if file.new_path]
     limits = builder.store.limits
     try:
@@ -58,24 +65,26 @@ async def make_instance(draft: SweInstance, change: Change, builder: RuleBuilder
     except (RecipeError, BuildError, PatchError) as error:
         return MadeInstance(invalid_reason=str(error))
     instance, classes = fill_instance(draft, built, runs)
-    made = MadeInstance(instance=instance, classes=classes, built=built)
+    result = MadeInstance(instance=instance, classes=classes, built=built)
     reason = classes.invalid_reason or await leak_of(instance, built.layer, limits)
     if reason is None:
-        gradings = await grade_controls(Grader(instance, built.layer, limits), instance.patch)
-        made = dataclasses.replace(made, gradings=gradings)
+        gradings = await grade_controls(SweGrader(instance, built.layer, limits), instance.patch)
+        labels = {**instance.labels, "checks_last_hunk": gradings["last_hunk"].reward == 0.0}
+        instance = msgspec.structs.replace(instance, labels=labels)
+        result = dataclasses.replace(result, gradings=gradings, instance=instance)
         reason = _grading_problem(gradings)
-    return dataclasses.replace(made, invalid_reason=reason)
+    return dataclasses.replace(result, invalid_reason=reason)
 
 
-async def grade_controls(grader: Grader, gold: str) -> dict[str, AttemptReport]:
+async def grade_controls(grader: SweGrader, gold: str) -> dict[str, AttemptReport]:
     """Returns the reports on the gold patch, on no change, and on gold without its last hunk."""
     attempts = {"gold": gold, "empty": "", "last_hunk": drop_last_hunk(gold)}
     return {name: await grader.grade_patch(patch) for name, patch in attempts.items()}
 
 
 def _grading_problem(gradings: Mapping[str, AttemptReport]) -> str | None:
-    for name, report in gradings.items():
-        expected = 1.0 if name == "gold" else 0.0
+    for name, expected in (("gold", 1.0), ("empty", 0.0)):
+        report = gradings[name]
         if report.reward != expected:
             why = (
                 report.error
@@ -101,7 +110,8 @@ async def leak_of(instance: SweInstance, layer: StoredLayer, limits: SweLimits) 
             }
             if not added:
                 continue
-            for path in await _files_named(box, posixpath.basename(file.path)):
+            name, line = posixpath.basename(file.path), max(sorted(added), key=len)
+            for path in await _files_with(box, name, line):
                 try:
                     content = (await box.get(path, _MAX_COPY_BYTES)).decode("utf-8", "replace")
                 except SandboxFileError:
@@ -111,8 +121,9 @@ async def leak_of(instance: SweInstance, layer: StoredLayer, limits: SweLimits) 
     return None
 
 
-async def _files_named(box: Sandbox, name: str) -> list[str]:
-    """Returns the paths of files with a name, without those of the work folder."""
-    find = ["find", "/usr", "/opt", "/etc", "/var", "/srv", "/home", "-name", name, "-type", "f", "-print0"]  # fmt: skip
+async def _files_with(box: Sandbox, name: str, line: str) -> list[str]:
+    """Returns the paths of files with a name and a line, without those of the work folder."""
+    grep = ["-exec", "grep", "-lZF", "-e", line, "--", "{}", "+"]
+    find = ["find", *_PLACES, "-name", name, "-type", "f", *grep]
     done = await box.exec(find, user="root", cwd="/")
     return done.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]

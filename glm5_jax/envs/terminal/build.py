@@ -117,6 +117,21 @@ class _CopyFiles(BuildStep):
             await _run_as_root(box, [program, "-R", value, "--", *paths])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WriteFiles(BuildStep):
+    files: tuple[tuple[str, str], ...]  # paths with contents
+    modes: tuple[tuple[str, str], ...]  # chown and chmod with their values
+
+    def key(self) -> Any:
+        return self.files, self.modes
+
+    async def act(self, box: Sandbox, env: Mapping[str, str], timeout_s: float) -> None:
+        for path, text in self.files:
+            await box.put(path, text.encode(), user="root")
+        for program, value in self.modes:
+            await _run_as_root(box, [program, value, "--", *(path for path, _ in self.files)])
+
+
 class Recipe:
     """Resolved Dockerfile of a task.
 
@@ -212,23 +227,33 @@ class Recipe:
         if len(words) < 2:
             raise DockerfileError(f"line {item.line}: COPY needs a source and a destination")
         *patterns, destination = words
+        documents = item.files(self._variables())
+        patterns = [word for word in patterns if not (documents and word.startswith("<<"))]
         sources = [path for pattern in patterns for path in self._sources(item, pattern)]
-        is_folder = destination.endswith("/") or destination in (".", "..") or len(sources) > 1
+        is_folder = destination.endswith("/") or destination in (".", "..")
+        is_folder |= len(sources) + len(documents) > 1
         destination = os.path.normpath(os.path.join(self.workdir or "/", destination))
         modes = [
             (program, dockerfile.substitute(value, self._variables()))
             for program in ("chown", "chmod")
             if (value := item.flags.get(program)) is not None
         ]
-        self.steps.append(
-            _CopyFiles(
-                item,
-                sources=tuple(sources),
-                path=destination,
-                is_folder=is_folder,
-                modes=tuple(modes),
+        if documents:
+            files = (
+                (os.path.join(destination, name) if is_folder else destination, text)
+                for name, text in documents.items()
             )
-        )
+            self.steps.append(_WriteFiles(item, files=tuple(files), modes=tuple(modes)))
+        if sources:
+            self.steps.append(
+                _CopyFiles(
+                    item,
+                    sources=tuple(sources),
+                    path=destination,
+                    is_folder=is_folder,
+                    modes=tuple(modes),
+                )
+            )
 
     def _sources(self, item: DockerInstruction, pattern: str) -> list[pathlib.Path]:
         pattern = os.path.normpath(pattern.lstrip("/") or ".")

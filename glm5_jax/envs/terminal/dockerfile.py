@@ -43,6 +43,19 @@ class DockerInstruction:
     arguments: tuple[str, ...] | None
     documents: str = ""
 
+    def files(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Returns the here-documents of a COPY by name, with variables replaced unless the name is in quotes."""
+        files, lines = {}, iter(self.documents.splitlines())
+        for match in _HERE_DOCUMENT.finditer(self.text):
+            part = []
+            for line in lines:
+                line = line.lstrip("\t") if match[1] else line
+                if line == match[3]:
+                    break
+                part.append(line if match[2] else _expand(line, variables))
+            files[match[3]] = "".join(f"{line}\n" for line in part)
+        return files
+
     @property
     def script(self) -> str:
         """Returns the text that a shell runs: for `RUN <<EOF` the document itself."""
@@ -86,6 +99,12 @@ def words(text: str, variables: Mapping[str, str]) -> list[str]:
     while not reader.skip_blank():
         result.append(reader.word(stops=" \t"))
     return result
+
+
+def _expand(line: str, variables: Mapping[str, str]) -> str:
+    """Returns a line of a here-document with variables replaced; quotes and backslashes stay, as in BuildKit."""
+    literal = re.sub(r"\\(.?)|[\"']", lambda m: "\\" + m[0].replace("\\", "\\\\", 1), line)
+    return substitute(literal, variables)
 
 
 class _Text:
@@ -222,7 +241,8 @@ def _logical_lines(text: str):
 
 def _end_of_documents(text: str, lines: list[str], number: int) -> int:
     """Returns the last line number of the here-documents of an instruction that ends in line `number`."""
-    if text.split(None, 1)[0].upper() != "RUN":
+    name = text.split(None, 1)[0].upper()
+    if name not in ("RUN", "COPY"):
         return number
     at = number
     for match in _HERE_DOCUMENT.finditer(text):
@@ -230,8 +250,10 @@ def _end_of_documents(text: str, lines: list[str], number: int) -> int:
             at += 1
             if (lines[at - 1].lstrip("\t") if match[1] else lines[at - 1]) == match[3]:
                 break
-        else:  # << is part of a shell text
-            return number
+        else:
+            if name == "COPY":
+                raise DockerfileError(f"line {number}: COPY <<{match[3]} has no end")
+            return number  # << is part of a shell text
     return at
 
 
@@ -257,8 +279,6 @@ def _instruction(line: int, text: str, documents: str) -> DockerInstruction | No
         flags[key], rest = value, rest.strip()
     if not rest:
         raise DockerfileError(f"line {line}: {name} has no argument")
-    if name == "COPY" and _HERE_DOCUMENT.search(rest):
-        raise DockerfileError(f"line {line}: {name} <<: here-documents are not supported")
     # Arguments in JSON.
     arguments = None
     if name in ("RUN", "COPY") and rest.startswith("["):

@@ -14,15 +14,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.rl.request_bodies import (
+    BeginTrainer,
+    CancelGroup,
+    EvaluateTasks,
+    MarkLost,
+    MarkTrained,
+    SetWeights,
+    TakeGroups,
+)
 from glm5_jax.rl.rollouts.client import RecordClient, is_refused
 from glm5_jax.rl.rollouts.record_codec import decode_records
-from glm5_jax.rl.trajectory import BatchGroup, Trajectory, trajectory_from_json
+from glm5_jax.rl.trajectory import BatchGroup, Trajectory
 from glm5_jax.runtime.http_server import ApiError, json_bytes, read_json, truncate_text
 from glm5_jax.runtime.json_body import MAX_SINGLE_PASS_BYTES, JsonLimits
+from glm5_jax.runtime.json_structs import JsonStruct
 
 _log = logging.getLogger(__name__)
+_Leased = TakeGroups | MarkLost | MarkTrained | SetWeights
 MAX_SHOWN_BYTES = 200  # of a response that is not JSON, in error messages
 MAX_MESSAGE_LENGTH = 2000  # characters of an error message from a server
 NO_TRAINER = 428  # HTTP status: the orchestrator does not know the trainer's position
@@ -145,7 +157,7 @@ class OrchestratorClient:
             raise ValueError(f"patience_s is {patience_s}; it must not be negative")
         self._client, self._patience_s = Client(url, api_key, direct=True), patience_s
         self._api_key = api_key
-        self._weights: dict[str, Any] | None = None  # version and checksum in the engines
+        self._weights: tuple[int, str | None] | None = None  # version and checksum in the engines
         self._lease = 0  # of this trainer; 0: it has not begun
         self.blockers: tuple[str, ...] = ()
         self.counts: dict[str, int] = {}
@@ -156,9 +168,9 @@ class OrchestratorClient:
         - step: number of updates that the trainer has done.
         - version, checksum: weights in the engines, with the checksum that the engines report.
         """
-        weights = {"version": version, "checksum": checksum}
-        self._lease = self._request("/trainer/begin", {"step": step, **weights})["lease"]
-        self._weights = weights
+        body = BeginTrainer(step=step, version=version, checksum=checksum)
+        self._lease = self._request("/trainer/begin", body)["lease"]
+        self._weights = version, checksum
 
     def take(self, step: int, timeout_s: float = 60.0) -> list[BatchGroup] | None:
         """Returns the batch that the trainer trains on after `step` updates; None if it is not ready in time.
@@ -170,7 +182,7 @@ class OrchestratorClient:
         while True:
             remaining_s = max(0.0, end - time.monotonic())
             wait_s = min(remaining_s, POLL_TIMEOUT_S)
-            body = {"step": step, "timeout_s": wait_s}
+            body = TakeGroups(lease=self._lease, step=step, timeout_s=wait_s)
             response = self._request_with_lease(step, "/groups/take", body, wait_s)
             self.blockers = tuple(response.get("blockers", ()))
             self.counts = response.get("counts", {})
@@ -184,7 +196,8 @@ class OrchestratorClient:
                 if not lost:
                     return with_records(groups, contents)
                 _log.warning("the gateway has lost the records of %s", ", ".join(lost))
-                self._request_with_lease(step, "/groups/lost", {"rollout_ids": lost})
+                body = MarkLost(lease=self._lease, rollout_ids=lost)
+                self._request_with_lease(step, "/groups/lost", body)
             elif time.monotonic() >= end:
                 return None
 
@@ -211,25 +224,27 @@ class OrchestratorClient:
 
     def mark_trained(self, step: int) -> None:
         """Reports that the trainer has trained on the batch of `step`, and has done one more update."""
-        self._request_with_lease(step + 1, "/groups/trained", {"step": step})
+        body = MarkTrained(lease=self._lease, step=step)
+        self._request_with_lease(step + 1, "/groups/trained", body)
 
     def push(self, version: int, checksum: str | None = None) -> None:
         """Reports that the engines have these weights. Engines that have others get no requests."""
-        weights = {"version": version, "checksum": checksum}
-        self._request_with_lease(version, "/version", weights)
-        self._weights = weights
+        body = SetWeights(lease=self._lease, version=version, checksum=checksum)
+        self._request_with_lease(version, "/version", body)
+        self._weights = version, checksum
 
     def evaluate(self, count: int, timeout_s: float = 3600.0) -> dict[str, dict[str, Any]]:
         """Runs attempts at up to `count` held-out tasks of every task service, and returns results by task.
 
         A result has "reward", the mean, None without rewards; "count" of attempts with a reward; "failed", the others.
         """
-        body = {"count": count, "timeout_s": timeout_s}
+        body = EvaluateTasks(count=count, timeout_s=timeout_s)
         return self._request("/evaluate", body, timeout_s)["tasks"]
 
     def cancel(self, group_id: str, should_resample: bool = False) -> None:
         """Cancels a running group. should_resample: whether its task number is sampled again."""
-        self._request("/groups/cancel", {"group_id": group_id, "should_resample": should_resample})
+        body = CancelGroup(group_id=group_id, should_resample=should_resample)
+        self._request("/groups/cancel", body)
 
     def pause(self, is_paused: bool = True) -> None:
         """Stops new groups from starting, or allows it with False. Running groups continue."""
@@ -240,23 +255,25 @@ class OrchestratorClient:
         return self._request("/status")
 
     def _request_with_lease(
-        self, step: int, path: str, body: Mapping, wait_s: float = 0.0
+        self, step: int, path: str, body: _Leased, wait_s: float = 0.0
     ) -> dict[str, Any]:
-        """Sends a request under the trainer's lease.
+        """Sends a request with the trainer's lease.
 
         An orchestrator that restarted without a journal knows no trainer; then `begin` is repeated with this step.
         """
         try:
-            return self._request(path, {**body, "lease": self._lease}, wait_s)
+            return self._request(path, body, wait_s)
         except ServerError as error:
             if error.status != NO_TRAINER or self._weights is None:
                 raise
-        self.begin(step, **self._weights)
+        self.begin(step, *self._weights)
         if path == "/groups/trained":
             return {}
-        return self._request(path, {**body, "lease": self._lease}, wait_s)
+        return self._request(path, body.replace(lease=self._lease), wait_s)
 
-    def _request(self, path: str, body: Mapping | None = None, wait_s: float = 0.0) -> Any:
+    def _request(
+        self, path: str, body: JsonStruct | Mapping | None = None, wait_s: float = 0.0
+    ) -> Any:
         data = None if body is None else json_bytes(body)
         end, last_warning = time.monotonic() + self._patience_s, ""
         while True:
@@ -283,7 +300,7 @@ class OrchestratorClient:
 
 def batch_group_to_json(group: BatchGroup) -> dict:
     """Returns a group as JSON without records, with each member once; `batch_group_from_json` is the inverse."""
-    fields = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+    fields = msgspec.to_builtins(dataclasses.replace(group, members=()))
     members = {member.rollout_id: member for member in group.members}
     return fields | {
         "members": [member.to_json() for member in members.values()],
@@ -293,11 +310,11 @@ def batch_group_to_json(group: BatchGroup) -> dict:
 
 def batch_group_from_json(body: Mapping[str, Any]) -> BatchGroup:
     """Returns the group that `batch_group_to_json` encoded; repeated members are the same object."""
-    members = {member["rollout_id"]: trajectory_from_json(member) for member in body["members"]}
-    fields = {name: value for name, value in body.items() if name != "member_ids"}
-    fields["members"] = tuple(members[rollout_id] for rollout_id in body["member_ids"])
-    fields["baseline"] = tuple(body["baseline"])
-    return BatchGroup(**fields)
+    group = msgspec.convert(body, BatchGroup)
+    members = {member.rollout_id: member for member in group.members}
+    return dataclasses.replace(
+        group, members=tuple(members[rollout_id] for rollout_id in body["member_ids"])
+    )
 
 
 def with_records(groups: Sequence[BatchGroup], contents: Mapping[str, bytes]) -> list[BatchGroup]:

@@ -15,7 +15,8 @@ from glm5_jax.rl.orchestrator.client import JsonClient
 from glm5_jax.rl.orchestrator.fair_share import CLOSED, OPEN, CircuitBreaker, CircuitBreakerConfig
 from glm5_jax.rl.orchestrator.staleness import GroupTicket
 from glm5_jax.rl.orchestrator.task_registry import RegisteredService
-from glm5_jax.rl.orchestrator.task_service import Outcome, outcome_from_json
+from glm5_jax.rl.orchestrator.task_service import Outcome, RolloutRequest, outcome_from_json
+from glm5_jax.rl.request_bodies import BeginSession, CancelRollout, SetWeights
 from glm5_jax.rl.rollouts.sessions import derive_seed
 from glm5_jax.rl.trajectory import RecordSummary, Trajectory, summary_from_json
 from glm5_jax.rl.types import Reward, WeightVersion, has_used_tools
@@ -129,14 +130,14 @@ class RolloutDispatcher:
         start = self._clock()
         names = _attempt_names(group.group_id, index, self._config.max_tries)
         for name in names:
-            request = {
-                "rollout_id": name,
-                "group_id": group.group_id,
-                "number": group.number,
-                "held_out": held_out,
-                "base_url": f"{self._url}/sessions/{name}",
-                "seed": derive_seed(self._seed, group.order, group.tries, index),
-            }
+            request = RolloutRequest(
+                rollout_id=name,
+                group_id=group.group_id,
+                number=group.number,
+                held_out=held_out,
+                base_url=f"{self._url}/sessions/{name}",
+                seed=derive_seed(self._seed, group.order, group.tries, index),
+            )
             error = ""
             try:
                 result = await self._attempt_once(service, request)
@@ -227,7 +228,8 @@ class RolloutDispatcher:
         if self.gateway.state == CLOSED:
             try:
                 timeout_s = self._config.weights_timeout_s
-                await self._call_gateway("POST", "/weights", weights._asdict(), timeout_s)
+                body = SetWeights(**weights._asdict())
+                await self._call_gateway("POST", "/weights", body, timeout_s)
             except GatewayError as error:
                 _log.warning("weights of version %d: %s", weights.version, error)
 
@@ -254,13 +256,12 @@ class RolloutDispatcher:
         return name in self._open_sessions or self._has_group(_group_of_attempt(name))
 
     async def _attempt_once(
-        self, service: RegisteredService, request: Mapping[str, Any]
+        self, service: RegisteredService, request: RolloutRequest
     ) -> _AttemptResult:
         """Runs one attempt at a rollout. Raises ServerError if the environment failed."""
-        name = request["rollout_id"]
-        session = {"id": name, "seed": request["seed"]}
-        if self.weights is not None:
-            session["weights"] = self.weights._asdict()
+        name = request.rollout_id
+        weights = None if self.weights is None else SetWeights(**self.weights._asdict())
+        session = BeginSession(id=name, seed=request.seed, weights=weights)
         self._open_sessions.add(name)
         is_finished = False
         try:
@@ -273,7 +274,7 @@ class RolloutDispatcher:
                 raise ServerError(f"{service.spec.name} has sampled nothing in session {name}")
             is_finished = True
         finally:
-            if is_finished and not request["held_out"]:
+            if is_finished and not request.held_out:
                 self._open_sessions.discard(name)
             else:
                 await self._delete_session(name)
@@ -301,7 +302,7 @@ class RolloutDispatcher:
         except ValueError as error:
             raise GatewayError(f"the summary of session {name} is none: {error}") from None
 
-    async def _open_session(self, body: Mapping[str, Any]) -> None:
+    async def _open_session(self, body: BeginSession) -> None:
         """Opens a session, and waits for the response even if it is cancelled.
 
         Otherwise the session could be opened after it was ended.
@@ -312,26 +313,24 @@ class RolloutDispatcher:
         finally:
             await asyncio.wait({opening})
 
-    async def _open_or_replace_session(self, body: Mapping[str, Any]) -> None:
+    async def _open_or_replace_session(self, body: BeginSession) -> None:
         try:
             await self._call_gateway("POST", "/sessions", body)
         except GatewayError as error:
             if error.status != 409:
                 raise
             # The session is that of an earlier orchestrator, which was killed.
-            await self._call_gateway("DELETE", f"/sessions/{body['id']}")
+            await self._call_gateway("DELETE", f"/sessions/{body.id}")
             await self._call_gateway("POST", "/sessions", body)
 
-    async def _call_service(
-        self, service: RegisteredService, request: Mapping[str, Any]
-    ) -> Outcome:
+    async def _call_service(self, service: RegisteredService, request: RolloutRequest) -> Outcome:
         """Returns the outcome of a service. Raises ServerError for another response, and if the service is lost."""
         url, token = service.spec.url.rstrip("/"), service.spec.token
         call = asyncio.create_task(
             self._services.request(
                 "POST",
                 f"{url}/rollout",
-                dict(request),
+                request,
                 timeout_s=service.spec.rollout_timeout_s + self._config.response_grace_s,
                 api_key=token,
                 max_response_bytes=self._config.max_response_bytes,
@@ -354,10 +353,10 @@ class RolloutDispatcher:
             call.cancel()
             if not (has_responded or service.is_lost):
                 # The service may not notice that the connection is closed.
-                await self._cancel_rollout(url, request["rollout_id"], token)
+                await self._cancel_rollout(url, request.rollout_id, token)
 
     async def _cancel_rollout(self, url: str, name: str, token: str | None) -> None:
-        body, timeout_s = {"rollout_id": name}, self._config.cancel_timeout_s
+        body, timeout_s = CancelRollout(rollout_id=name), self._config.cancel_timeout_s
         try:
             await self._services.request(
                 "POST", f"{url}/cancel", body, timeout_s=timeout_s, api_key=token

@@ -27,14 +27,20 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 from msgspec import Meta
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.orchestrator.client import JsonClient
 from glm5_jax.rl.orchestrator.fair_share import check_weight, shuffled_indices
-from glm5_jax.rl.orchestrator.task_registry import MAX_ERROR_LENGTH, SCHEMA, check_name
-from glm5_jax.rl.request_bodies import CancelRollout
+from glm5_jax.rl.orchestrator.task_registry import (
+    MAX_ERROR_LENGTH,
+    SCHEMA,
+    ServiceSpec,
+    check_name,
+)
+from glm5_jax.rl.request_bodies import CancelRollout, ServiceHeartbeat
 from glm5_jax.rl.types import Message, Reward, check_number
 from glm5_jax.runtime.addresses import is_wildcard
 from glm5_jax.runtime.http_server import (
@@ -151,16 +157,13 @@ def outcome_from_json(body: Any) -> Outcome:
     """Returns the outcome that `Outcome.to_json` encoded. Raises ValueError if the body is not an outcome."""
     try:
         _check_depth(body)
-        messages, reward = body["messages"], Reward(**body["reward"])
-        metrics = dict(body.get("metrics", {}))
-        _check_names("metrics", metrics)
-        _check_names("parts", reward.parts)
-        if not (isinstance(messages, list) and all(isinstance(m["role"], str) for m in messages)):
-            raise TypeError("the messages are none")
-        if not isinstance(reward.error, str):
-            raise TypeError("the reward's error is no text")
-        return Outcome(tuple(messages), reward, metrics)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        outcome = msgspec.convert(body, Outcome)
+        _check_names("metrics", outcome.metrics)
+        _check_names("parts", outcome.reward.parts)
+        if not all(isinstance(message.get("role"), str) for message in outcome.messages):
+            raise ValueError("a message has no role")
+        return outcome
+    except (TypeError, ValueError) as error:
         why = truncate_text(f"{type(error).__name__} {error}", MAX_ERROR_LENGTH)
         raise ValueError(f"this is no outcome of a rollout ({why}): {reprlib.repr(body)}") from None
 
@@ -356,7 +359,7 @@ class TaskService(HttpServer):
         while True:
             try:
                 if self.is_registered:
-                    body = {"instance": self._instance}
+                    body = ServiceHeartbeat(instance=self._instance)
                     path = f"/tasks/{self.config.name}/heartbeat"
                     await self._call_orchestrator("POST", path, body)
                 elif not self._leaving.is_set():
@@ -377,24 +380,25 @@ class TaskService(HttpServer):
                     await self._leaving.wait()
                     await asyncio.sleep(0.2)
 
-    def _spec(self, port: int) -> dict:
-        """Returns the body of a registration; `task_registry.ServiceSpec` describes it."""
+    def _spec(self, port: int) -> ServiceSpec:
         config = self.config
-        return {
-            "schema": SCHEMA,
-            "name": config.name,
-            "url": _with_port(config.url or http_url(config.host, 0), port),
-            "weight": config.weight,
-            "size": self.size,
-            "held_out": self.held_out,
-            "max_inflight": config.max_inflight,
-            "rate": config.rate,
-            "rollout_timeout_s": config.rollout_timeout_s,
-            "instance": self._instance,
-            "token": self._token,
-        }
+        return ServiceSpec(
+            schema=SCHEMA,
+            name=config.name,
+            url=_with_port(config.url or http_url(config.host, 0), port),
+            weight=config.weight,
+            size=self.size,
+            held_out=self.held_out,
+            max_inflight=config.max_inflight,
+            rate=config.rate,
+            rollout_timeout_s=config.rollout_timeout_s,
+            instance=self._instance,
+            token=self._token,
+        )
 
-    async def _call_orchestrator(self, method: str, path: str, body: Mapping | None = None) -> Any:
+    async def _call_orchestrator(
+        self, method: str, path: str, body: JsonStruct | None = None
+    ) -> Any:
         url = self.config.orchestrator.rstrip("/") + path
         timeout_s = self.config.heartbeat_interval_s
         return await self._http.request(method, url, body, timeout_s=timeout_s)

@@ -1,33 +1,65 @@
-"""Checks engines' responses to `/generate`: an invalid one is a failure of the engine, not of the agent."""
+"""Reads engines' responses to `/generate`: an invalid one is a failure of the engine, not of the agent."""
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from glm5_jax.data.record import MAX_VERSION
+from glm5_jax.runtime.json_structs import Count, JsonStruct
 
 REQUEST_ERRORS = (400, 413, 422)  # HTTP statuses: the agent's request is at fault
 
 
-def is_reply(response: Any) -> bool:
-    """Returns whether an engine's response is a reply: False if it was aborted. Raises ValueError if it is neither."""
+class FinishReason(JsonStruct, kw_only=True, frozen=True):
+    """Reason why a reply ended: "stop", "length" or "abort"."""
+
+    type: str
+
+
+class ReplyMeta(JsonStruct, kw_only=True, frozen=True):
+    """Data of an engine about a reply.
+
+    Attributes:
+      finish_reason: why the reply ended.
+      weight_versions: version of the weights that sampled each token.
+      output_token_logprobs: log-prob, id and text of each token; the text is None.
+      cached_tokens: tokens of the prompt that came from the cache.
+    """
+
+    finish_reason: FinishReason
+    weight_versions: list[Annotated[int, Meta(le=MAX_VERSION)]] = []
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    cached_tokens: Count
+
+
+class EngineReply(JsonStruct, kw_only=True, frozen=True):
+    """Reply of an engine, in SGLang's schema; fields that the gateway does not read are left out."""
+
+    output_ids: list[Count]
+    meta_info: ReplyMeta
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-prob of each token."""
+        return [logprob for logprob, *_ in self.meta_info.output_token_logprobs]
+
+
+def read_reply(response: Any) -> EngineReply | None:
+    """Returns an engine's reply; None if it was aborted. Raises ValueError for a response that is neither."""
     try:
-        meta = response["meta_info"]
-        if meta["finish_reason"]["type"] == "abort":
-            return False
-        ids, versions = response["output_ids"], meta["weight_versions"]
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        reason, cached_tokens = meta["finish_reason"]["type"], meta["cached_tokens"]
-        is_valid = (
-            isinstance(reason, str)
-            and all(type(number) is int and number >= 0 for number in (cached_tokens, *ids))
-            and all(type(number) is int and number <= MAX_VERSION for number in versions)
-            and all(type(number) in (int, float) for number in logprobs)
-            and 0 < len(ids) == len(versions) == len(logprobs)
+        reply = msgspec.convert(response, EngineReply)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the answer is no reply: {error}") from None
+    meta = reply.meta_info
+    if meta.finish_reason.type == "abort":
+        return None
+    if not 0 < len(reply.output_ids) == len(meta.weight_versions) == len(reply.logprobs):
+        raise ValueError(
+            f"the answer is no reply: it has {len(reply.output_ids)} tokens, {len(reply.logprobs)} log-probs and "
+            f"{len(meta.weight_versions)} versions"
         )
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"the answer is no reply: {type(error).__name__} {error}") from None
-    if not is_valid:
-        raise ValueError("the answer is no reply: its tokens, log-probs and versions do not fit")
-    return True
+    return reply
 
 
 def error_message(response: Any) -> str:

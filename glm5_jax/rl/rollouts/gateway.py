@@ -39,7 +39,12 @@ from glm5_jax.inference.chat_options import refuse_constraints, thinking_of, too
 from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.request_bodies import ChatRequest
 from glm5_jax.rl.request_bodies import BeginSession, SetWeights
-from glm5_jax.rl.rollouts.engine_answers import REQUEST_ERRORS, error_message, is_reply
+from glm5_jax.rl.rollouts.engine_answers import (
+    REQUEST_ERRORS,
+    EngineReply,
+    error_message,
+    read_reply,
+)
 from glm5_jax.rl.rollouts.open_session import OpenSession
 from glm5_jax.rl.rollouts.record_codec import digest_of, encode_records
 from glm5_jax.rl.rollouts.record_store import RecordStore
@@ -356,14 +361,14 @@ class Gateway(HttpServer):
 
         Raises ApiError for a field or a value with which the samples could not be trained on as they were sampled.
         """
-        config, given = self.config, chat.given_fields()
-        if unknown := [field for field in given if field not in _FIELDS]:
+        config, fields = self.config, chat.non_default_fields()
+        if unknown := [field for field in fields if field not in _FIELDS]:
             raise ApiError(f"sessions take no {unknown[0]}; leave it out", param=unknown[0])
         fixed = {"temperature": config.temperature, "top_p": 1, "n": 1, "stream": False}
         for field, value in fixed.items():
-            if given.get(field, value) != value:
+            if fields.get(field, value) != value:
                 raise ApiError(
-                    f"{field} is {given[field]}; samples of this gateway have {value}, which is what is trained on: leave "
+                    f"{field} is {fields[field]}; samples of this gateway have {value}, which is what is trained on: leave "
                     "it out",
                     param=field,
                 )
@@ -372,7 +377,7 @@ class Gateway(HttpServer):
 
     async def _generate(
         self, name: str, session: OpenSession, plan: TurnPlan, sampling: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    ) -> EngineReply:
         """Returns an engine's reply to a plan. Raises ApiError.
 
         An engine that does not respond, or has failed, is lost. The session then continues at another one, with the same
@@ -394,16 +399,16 @@ class Gateway(HttpServer):
             try:
                 call = self._post(f"{url}/generate", body, name)
                 status, response, instance = await session.call_engine(name, call)
-                has_reply = status == 200 and is_reply(response)
+                reply = read_reply(response) if status == 200 else None
             except _NO_RESPONSE as error:
-                status, response, instance, has_reply = 503, {}, None, False
+                status, response, instance, reply = 503, {}, None, None
                 why = f"{rank} does not answer: {type(error).__name__} {error}"
-            if has_reply:
+            if reply is not None:
                 if required is None:
-                    return response
-                versions = response["meta_info"]["weight_versions"]
-                if instance == instance_before and min(versions) >= required.version:
-                    return response
+                    return reply
+                is_current = min(reply.meta_info.weight_versions) >= required.version
+                if instance == instance_before and is_current:
+                    return reply
                 status = 503
                 why = f"{rank} has restarted, or does not have the weights of version {required.version}"
             if status in REQUEST_ERRORS:
@@ -439,24 +444,22 @@ class Gateway(HttpServer):
         name: str,
         session: OpenSession,
         plan: TurnPlan,
-        response: Mapping[str, Any],
+        reply: EngineReply,
         tools: Sequence[Mapping] | None,
         thinking: bool,
     ) -> dict[str, Any]:
         """Adds a reply to its session, and returns it as a response of OpenAI's API."""
         # Parse the reply, and store its turn: first in the journal, then in the session.
-        meta = response["meta_info"]
-        ids = response["output_ids"]
-        reason = meta["finish_reason"]["type"]
+        meta, ids = reply.meta_info, reply.output_ids
+        reason = meta.finish_reason.type
         parsed = parse_reply(ids, tools, tokenizer=self._tokenizer, thinking=thinking)
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         turn = session.session.make_turn(
-            plan, ids, logprobs, meta["weight_versions"], reason, parsed.message
+            plan, ids, reply.logprobs, meta.weight_versions, reason, parsed.message
         )
         if self._journal is not None:
             self._journal.add(name, turn, self._router.rank_by_session.get(name))
         session.session.add(turn)
-        session.cached_tokens += meta["cached_tokens"]
+        session.cached_tokens += meta.cached_tokens
         session.prompt_tokens += len(plan.ids)
 
         # Encode it for the agent.
@@ -485,7 +488,7 @@ class Gateway(HttpServer):
                 "prompt_tokens": len(plan.ids),
                 "completion_tokens": len(ids),
                 "total_tokens": len(plan.ids) + len(ids),
-                "prompt_tokens_details": {"cached_tokens": meta["cached_tokens"]},
+                "prompt_tokens_details": {"cached_tokens": meta.cached_tokens},
             },
         }
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from glm5_jax.checkpoint import models
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
+from glm5_jax.model.lora import without_adapters
 from glm5_jax.rl.config import RlConfig
 from glm5_jax.rl.rollouts.rollout import Rollouts
 from glm5_jax.rl.trainers.sync_trainer import TaskSuite, judge, mean_reward
@@ -40,8 +41,9 @@ def evaluate_skills(
     Two more skills are the form of replies to the tasks of the first kind, with thinking and without. Attempts are
     sampled by the config's `evaluation`, `rollout` and `engine`. Raises ValueError if a path is not a checkpoint.
     """
+    cfg = without_adapters(config.model)
     loads = {
-        stage: models.open_weights(path, config.model, may_differ=config.may_differ)
+        stage: models.open_weights(path, cfg, may_differ=config.may_differ)
         for stage, path in checkpoints.items()
     }
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else Tokenizer.default()
@@ -67,7 +69,7 @@ def evaluate_skills(
     engine: Engine | None = None
     with ProgressBar(len(loads) * len(skills), unit="skill") as bar:
         for number, (stage, load) in enumerate(loads.items()):
-            model = glm5.Glm5(config.model, params=load(), param_dtype="float32")
+            model = glm5.Glm5(cfg, params=load(), param_dtype="float32")
             # One engine serves all checkpoints, so that its programs compile once.
             if engine is None:
                 engine = Engine(model, tokenizer, engine_config, version=0)

@@ -21,6 +21,7 @@ from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
+from glm5_jax.model.ablations.convert import add_missing_weights
 from glm5_jax.model.lora import merge_adapters, without_adapters
 from glm5_jax.rl.algorithm.batch import pack_records
 from glm5_jax.rl.algorithm.credit import assign_credit, make_distillation_records
@@ -214,7 +215,12 @@ class SyncRlTrainer(Stage[RlConfig]):
             self._engine, *options, config.policy.temperature, tools
         )
         self._eval_rollouts = Rollouts(self._engine, *options, config.evaluation.temperature, tools)
-        teachers = {origin: load() for origin, load in self._teachers.items()}
+        # A teacher without adapters gets new ones, which change nothing: the step scores trees of its own model.
+        key = jax.random.key(config.seed)
+        teachers = {
+            origin: add_missing_weights(load(), config.model, key, mesh=self._mesh)
+            for origin, load in self._teachers.items()
+        }
 
         def score(origin: str, batch: Batch) -> np.ndarray:
             params = teachers[origin if origin in teachers else ""]

@@ -9,8 +9,8 @@ import aiohttp
 
 from glm5_jax.checkpoint.manifest import Manifest
 from glm5_jax.rl.weights.pusher import FULL, EngineAck, SyncConfig
-from glm5_jax.runtime.http_server import load_api_key
-from glm5_jax.runtime.json_structs import JsonStruct, encode
+from glm5_jax.runtime.http_server import json_bytes, load_api_key
+from glm5_jax.runtime.json_structs import JsonStruct
 
 
 class EngineError(Exception):
@@ -76,7 +76,7 @@ class EngineConnection:
         """Sends a GET without a body, or a POST of a message or bytes, and returns the JSON response."""
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
         method = "GET" if body is None else "POST"
-        data = encode(body) if isinstance(body, JsonStruct) else body
+        data = json_bytes(body) if isinstance(body, JsonStruct) else body
         num_tries = 0
         while True:
             num_tries += 1

@@ -32,6 +32,11 @@ class FixtureProject:
     programs: tuple[str, ...] = ()
 
     @property
+    def is_mutation(self) -> bool:
+        """Returns whether the base tree has a bug that was made."""
+        return "mutation" in self.before
+
+    @property
     def trees(self) -> tuple[SourceTree, SourceTree]:
         """Returns the sources before and after the change."""
         archive = DATA / f"{self.archive}.tar.xz"
@@ -52,12 +57,12 @@ class FixtureProject:
     def draft(self, change: Change) -> SweInstance:
         """Returns an instance with patches, without commands and lists."""
         return SweInstance(
-            instance_id=f"{self.archive}-{'mutation' if self.hidden else self.after[-1]}",
+            instance_id=f"{self.archive}-{'mutation' if self.is_mutation else self.after[-1]}",
             repo=self.archive,
             base_commit=change.base_commit,
             language=self.language,
             license=self.license,
-            source="mutation" if self.hidden else "fixture",
+            source="mutation" if self.is_mutation else "fixture",
             problem_statement="See the tests.",
             patch=change.parts.code,
             test_patch=change.parts.test,
@@ -71,11 +76,7 @@ PROJECTS = {
         language="python", archive="xmltodict-0.13.0", after=("1",), programs=("python3",)
     ),
     "c": FixtureProject(
-        language="c",
-        archive="cjson-1.7.15",
-        before=("1",),
-        after=("1", "2"),
-        programs=("cmake", "ninja", "gcc"),
+        language="c", archive="cjson-1.7.15", after=("1",), programs=("cmake", "ninja", "gcc")
     ),
     "cpp": FixtureProject(
         language="cpp", archive="gsl-4.0.0", after=("1",), programs=("cmake", "ninja", "g++")
@@ -84,7 +85,6 @@ PROJECTS = {
         language="go",
         archive="mux-1.8.0",
         before=("mutation",),
-        hidden=("mux_test.go", "regexp_test.go"),
         license="BSD-3-Clause",
         programs=("go",),
     ),
@@ -104,7 +104,11 @@ PROJECTS = {
         programs=("node",),
     ),
     "typescript": FixtureProject(
-        language="typescript", archive="zod-4.1.1", after=("1",), programs=("node",)
+        language="typescript",
+        archive="zod-4.1.1",
+        before=("1",),
+        after=("1", "2"),
+        programs=("node",),
     ),
     "php": FixtureProject(
         language="php",
@@ -120,5 +124,15 @@ PROJECTS = {
         after=("1", "2"),
         hidden=("spec/hashie/extensions/deep_merge_spec.rb",),
         programs=("rspec",),
+    ),
+}
+# Changes whose arms differ in other ways than from fail to pass.
+SPECIAL = {
+    "last hunk frees memory": FixtureProject(
+        language="c",
+        archive="cjson-1.7.15",
+        before=("1", "2"),
+        after=("1", "2", "3"),
+        programs=("cmake", "ninja", "gcc"),
     ),
 }

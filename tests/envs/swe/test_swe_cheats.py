@@ -4,9 +4,10 @@ import asyncio
 import dataclasses
 import stat
 
+import msgspec
 import pytest
 
-from glm5_jax.envs.sandbox import Layer, Sandbox
+from glm5_jax.envs.sandbox import Sandbox
 from glm5_jax.envs.swe.file_tree import (
     TreeFile,
     put_tree,
@@ -14,8 +15,8 @@ from glm5_jax.envs.swe.file_tree import (
     text_file,
     without_folders,
 )
-from glm5_jax.envs.swe.grading import Grader, Walls
-from glm5_jax.envs.swe.layers import StoredLayer, SweLimits
+from glm5_jax.envs.swe.grading import SweGrader, Walls
+from glm5_jax.envs.swe.layers import SweLimits
 from glm5_jax.envs.swe.recipes import WORKDIR
 from glm5_jax.envs.swe.resolution import resolve
 from glm5_jax.envs.swe.sources import REMOVED_FOLDERS
@@ -130,15 +131,15 @@ CHEATS = {
     "sitecustomize": Cheat(
         files={"sitecustomize.py": text_file(_REPORTS)},
         open_walls=_OPEN,
-        variables={"PYTHONPATH": "/testbed:/opt/python"},
+        variables={"PYTHONPATH": "/testbed:/tools/python"},
     ),
     "entry point of a plugin": Cheat(
-        files=_PLUGIN, open_walls=_OPEN, variables={"PYTHONPATH": "/opt/python:/testbed"}
+        files=_PLUGIN, open_walls=_OPEN, variables={"PYTHONPATH": "/tools/python:/testbed"}
     ),
     "module named pytest": Cheat(
         files={"pytest.py": text_file(_FORGED_REPORT)},
         open_walls={"plants_canaries": False},
-        variables={"PYTHONPATH": "/testbed:/opt/python"},
+        variables={"PYTHONPATH": "/testbed:/tools/python"},
     ),
     "module patches pytest": Cheat(
         files=source_with(_REPORTS), open_walls={"plants_canaries": False}
@@ -155,30 +156,25 @@ CHEATS = {
             "build/lib/calc/__init__.py": text_file(FIXED),
         },
         open_walls={"requires_rebuild": False, "ignores_outputs": False},
-        variables={"PYTHONPATH": "/opt/python:/testbed/build/lib", "PYTHONSAFEPATH": "1"},
+        variables={"PYTHONPATH": "/tools/python:/testbed/build/lib", "PYTHONSAFEPATH": "1"},
         rebuild_cmds=_BUILD,
     ),
 }
 
 
 def _grade(tiny, builder, cheat: Cheat, *, is_control: bool):
-    instance = tiny.instance
-    fields = {name: getattr(instance, name) for name in instance.__struct_fields__}
-    environment = {
-        name: getattr(instance.environment, name) for name in instance.environment.__struct_fields__
-    }
-    changes_commands = is_control or cheat.rebuild_cmds is not None
-    if changes_commands and cheat.variables is not None:
-        environment["variables"] = cheat.variables
+    instance, environment = tiny.instance, tiny.instance.environment
+    if cheat.variables is not None and (is_control or cheat.rebuild_cmds is not None):
+        environment = msgspec.structs.replace(environment, variables=cheat.variables)
     if cheat.rebuild_cmds is not None:
-        fields["rebuild_cmds"] = cheat.rebuild_cmds
-    fields["environment"] = type(instance.environment)(**environment)
+        instance = msgspec.structs.replace(instance, rebuild_cmds=cheat.rebuild_cmds)
+    instance = msgspec.structs.replace(instance, environment=environment)
     walls = Walls(**(cheat.open_walls if is_control else {}))
-    grader = Grader(type(instance)(**fields), tiny.built.layer, builder.store.limits, walls)
+    grader = SweGrader(instance, tiny.built.layer, builder.store.limits, walls)
     return asyncio.run(_grade_files(grader, cheat.files))
 
 
-async def _grade_files(grader: Grader, files: dict[str, TreeFile | None]):
+async def _grade_files(grader: SweGrader, files: dict[str, TreeFile | None]):
     """Grades a sandbox in which an agent changed files."""
     async with Sandbox(SweLimits().sandbox(grader.layer.layer)) as box:
         await remove_files(box, WORKDIR, [path for path, file in files.items() if file is None])
@@ -210,7 +206,7 @@ def test_names_canaries_that_were_tampered_with(tiny, builder):
 def test_scores_endless_tests_0_since_gold_ends(tiny, builder):
     limits = SweLimits(test_timeout_s=6)
     cheat = source_with("import time\ntime.sleep(1000)")
-    grader = Grader(tiny.instance, tiny.built.layer, limits)
+    grader = SweGrader(tiny.instance, tiny.built.layer, limits)
 
     report = asyncio.run(_grade_files(grader, cheat))
 
@@ -220,7 +216,7 @@ def test_scores_endless_tests_0_since_gold_ends(tiny, builder):
 
 def test_gives_no_reward_if_gold_fails_too(tiny):
     limits = SweLimits(test_timeout_s=0.01)
-    grader = Grader(tiny.instance, tiny.built.layer, limits)
+    grader = SweGrader(tiny.instance, tiny.built.layer, limits)
 
     report = asyncio.run(grader.grade_patch(tiny.instance.patch))
 
@@ -256,13 +252,13 @@ def test_finds_fix_in_environment(tiny, builder, tmp_path):
     async def leak(text: str) -> str | None:
         async def fill(box: Sandbox) -> None:
             await put_tree(
-                box, "/opt/site-packages", {"calc/__init__.py": text_file(text)}, user="root"
+                box, "/srv/site-packages", {"calc/__init__.py": text_file(text)}, user="root"
             )
 
         layer = await builder.store.layer(tiny.built.layer, ["leak", text], fill)
         return await leak_of(tiny.instance, layer, builder.store.limits)
 
-    assert "/opt/site-packages/calc/__init__.py" in asyncio.run(leak(FIXED))
+    assert "/srv/site-packages/calc/__init__.py" in asyncio.run(leak(FIXED))
     assert asyncio.run(leak(BASE["calc/__init__.py"].content.decode())) is None
 
 
@@ -297,7 +293,7 @@ def test_counts_skipped_test_as_failed(tiny, builder):
         "import pytest\n"
         + BASE["calc/__init__.py"].content.decode().replace("return a - b", "pytest.skip('later')").replace("return x + 2\n", "pytest.skip('later')\n")
     )  # fmt: skip
-    grader = Grader(tiny.instance, tiny.built.layer, builder.store.limits)
+    grader = SweGrader(tiny.instance, tiny.built.layer, builder.store.limits)
 
     for files in (cheat, {"calc/__init__.py": skipping}):
         assert asyncio.run(_grade_files(grader, files)).reward == 0.0
@@ -308,6 +304,27 @@ def test_counts_skipped_test_as_failed(tiny, builder):
     assert resolve(*lists, statuses, may_skip=FAIL_TO_PASS).is_resolved
 
 
+def test_scores_code_that_detects_tests_0_if_judge_agrees(tiny, builder):
+    detecting = FIXED.replace(
+        "return a + b", "import sys\n    return a + b if 'pytest' in sys.modules else a - b"
+    )
+    calls = []
+
+    def grade(text: str, verdict: bool) -> float | None:
+        async def judge(lines) -> bool:
+            calls.append(list(lines))
+            return verdict
+
+        grader = SweGrader(tiny.instance, tiny.built.layer, builder.store.limits, judge=judge)
+        return asyncio.run(_grade_files(grader, {"calc/__init__.py": text_file(text)})).reward
+
+    assert grade(detecting, True) == 0.0
+    assert grade(detecting, False) == 1.0
+    assert len(calls) == 2 and "'pytest' in sys.modules" in calls[0][0]
+    assert grade(FIXED, True) == 1.0
+    assert len(calls) == 2
+
+
 def test_drops_links_and_programs_with_rights(tiny, builder):
     files = {
         "calc/outside": TreeFile(stat.S_IFLNK | 0o777, b"/etc/passwd"),
@@ -315,18 +332,8 @@ def test_drops_links_and_programs_with_rights(tiny, builder):
         "calc/inside": TreeFile(stat.S_IFLNK | 0o777, b"__init__.py"),
         "calc/rights": TreeFile(stat.S_IFREG | 0o4755, b"x"),
     }
-    grader = Grader(tiny.instance, tiny.built.layer, builder.store.limits)
-    open_grader = Grader(tiny.instance, tiny.built.layer, walls=Walls(filters_changes=False))
+    grader = SweGrader(tiny.instance, tiny.built.layer, builder.store.limits)
+    open_grader = SweGrader(tiny.instance, tiny.built.layer, walls=Walls(filters_changes=False))
 
     assert set(asyncio.run(grader.submission(files)).files) == {"calc/inside"}
     assert set(asyncio.run(open_grader.submission(files)).files) == set(files)
-
-
-def test_reads_layer_of_store_by_digest(tiny, builder):
-    layer = tiny.built.layer
-    below = StoredLayer(
-        digest=layer.record["tools"], layer=Layer(layer.layer.folders[1:], host_programs=True)
-    )
-
-    assert builder.store.find(layer.digest, below) == layer
-    assert builder.store.find("sha256:0", below) is None

@@ -3,15 +3,19 @@ import asyncio
 import pytest
 
 from glm5_jax.envs.sandbox import Sandbox
-from glm5_jax.envs.swe.file_tree import TreeFile, put_tree, remove_files, text_file
-from glm5_jax.envs.swe.grading import Grader
+from glm5_jax.envs.swe.builder import RuleBuilder
+from glm5_jax.envs.swe.file_tree import TreeFile, put_tree, remove_files, text_file, with_changes
+from glm5_jax.envs.swe.grading import SweGrader
 from glm5_jax.envs.swe.instance import InstanceError
-from glm5_jax.envs.swe.layers import SweLimits
+from glm5_jax.envs.swe.layers import LayerStore, SweLimits
 from glm5_jax.envs.swe.recipes import WORKDIR
+from glm5_jax.envs.swe.validation import make_instance
 from tests.envs.swe.tiny_project import (
+    BASE,
     BUGGY,
     FAIL_TO_PASS,
     FIXED,
+    NEW_TESTS,
     PASS_TO_PASS,
     draft_of,
     make_tiny_change,
@@ -19,11 +23,11 @@ from tests.envs.swe.tiny_project import (
 
 
 @pytest.fixture(scope="module")
-def grader(tiny, builder) -> Grader:
-    return Grader(tiny.instance, tiny.built.layer, builder.store.limits)
+def grader(tiny, builder) -> SweGrader:
+    return SweGrader(tiny.instance, tiny.built.layer, builder.store.limits)
 
 
-async def _grade_files(grader: Grader, files: dict[str, TreeFile | None]):
+async def _grade_files(grader: SweGrader, files: dict[str, TreeFile | None]):
     """Grades a sandbox in which an agent changed files."""
     async with Sandbox(SweLimits().sandbox(grader.layer.layer)) as box:
         await remove_files(box, WORKDIR, [path for path, file in files.items() if file is None])
@@ -111,7 +115,7 @@ def test_reports_changes_that_are_not_graded(grader):
 
 def test_refuses_instance_without_lists(tiny):
     with pytest.raises(InstanceError, match="FAIL_TO_PASS is empty"):
-        Grader(draft_of(asyncio.run(make_tiny_change())), tiny.built.layer)
+        SweGrader(draft_of(asyncio.run(make_tiny_change())), tiny.built.layer)
 
 
 @pytest.mark.slow
@@ -133,6 +137,41 @@ def test_refuses_instance_without_lists(tiny):
 def test_grades_other_solutions_1(grader, text):
     assert text != BUGGY
     assert asyncio.run(_grade_files(grader, {"calc/__init__.py": text_file(text)})).reward == 1.0
+
+
+BREAKING = FIXED.replace("return x + 1\n", "return x\n")
+HANGING = FIXED.replace("return a + b", "while True: pass")
+OLD = "import calc\n\n\ndef test_old():\n    assert calc.step_3(1) == 4\n"
+# Fails in every second run of an instance's lifetime, as of a folder that runs share.
+FLAKY = (
+    "import pathlib, calc\n\n\ndef test_flaky():\n    place = pathlib.Path('/tmp/home/seen')\n"
+    "    is_first = not place.exists()\n    place.touch()\n    assert calc.add(1, 2) == 3 and is_first\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code, tests, reason",
+    [
+        (BREAKING, NEW_TESTS, "the gold patch breaks 1 tests, such as tests.test_calc::test_step"),
+        (FIXED, OLD, "no test goes from fail to pass"),
+        (FIXED, FLAKY, "1 of 3 tests are flaky, such as tests.test_more::test_flaky"),
+        (HANGING, NEW_TESTS, "had no end within the time limit"),
+        ("import missing\n" + FIXED, NEW_TESTS, "a gold run has no result"),
+        (BUGGY, NEW_TESTS, "the change has no code"),
+        (FIXED, None, "the change has no test"),
+    ],
+)
+def test_rejects_change(builder, code, tests, reason):
+    files = {"calc/__init__.py": text_file(code)}
+    files |= {"tests/test_more.py": text_file(tests)} if tests else {}
+    quick = RuleBuilder(LayerStore(builder.store.folder, SweLimits(test_timeout_s=10)))
+
+    async def make():
+        change = await make_tiny_change(with_changes(BASE, files))
+        return await make_instance(draft_of(change), change, quick)
+
+    assert reason in asyncio.run(make()).invalid_reason
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Defines a made-up Python project with two bugs, its solution, and attempts at it."""
 
-from glm5_jax.envs.swe.file_tree import TreeFile, digest_tree, text_file, with_changes
+from glm5_jax.envs.swe.file_tree import FileTree, TreeFile, digest_tree, text_file, with_changes
 from glm5_jax.envs.swe.instance import SweInstance
 from glm5_jax.envs.swe.patches import split_patch
 from glm5_jax.envs.swe.sources import Change, diff_trees
@@ -36,9 +36,9 @@ FAIL_TO_PASS = ("tests.test_more::test_add", "tests.test_more::test_double")
 PASS_TO_PASS = ("tests.test_calc::test_step", "tests.test_calc::test_zero")
 
 
-async def make_tiny_change() -> Change:
-    """Returns the change that fixes both bugs."""
-    parts = split_patch(await diff_trees(BASE, SOLVED))
+async def make_tiny_change(solved: FileTree = SOLVED) -> Change:
+    """Returns the change that fixes both bugs, or another one."""
+    parts = split_patch(await diff_trees(BASE, solved))
     return Change(base=BASE, base_commit=digest_tree(BASE), parts=parts)
 
 

@@ -32,7 +32,7 @@ def test_instructions_over_several_lines():
         ("FROM a\nFROM b", "line 2: FROM: several stages are not supported"),
         ("FROM a\nCOPY --from=b x y", "line 2: COPY --from is not supported"),
         ("FROM a\nRUN --mount=type=cache,target=/x y", "line 2: RUN --mount is not supported"),
-        ("FROM a\nCOPY <<EOF x\nb\nEOF", "line 2: COPY <<: here-documents are not supported"),
+        ("FROM a\nCOPY <<EOF x\nb\n", "line 2: COPY <<EOF has no end"),
         ("FROM a\nRUN", "line 2: RUN has no argument"),
         ("FROM a\nRUN [1]", "line 2: RUN [1]: a list must be of texts"),
         ("# escape=`\nFROM a", "line 1: escape=` is not supported"),
@@ -46,6 +46,13 @@ def test_what_is_refused_in_a_dockerfile(text, message):
     with pytest.raises(DockerfileError) as error:
         parse(text)
     assert message in str(error.value)
+
+
+def test_reads_documents_of_copy():
+    text = "FROM a\nCOPY --chmod=755 <<A <<-'B' /x/\na $V \"q\" 'r' \\$V\nA\n\t$V\n\tB\nRUN x\n"
+    _, copy, after = parse(text)
+    assert copy.files({"V": "1"}) == {"A": "a 1 \"q\" 'r' \\$V\n", "B": "$V\n"}
+    assert (copy.flags, after.text) == ({"chmod": "755"}, "x")
 
 
 def test_variables():

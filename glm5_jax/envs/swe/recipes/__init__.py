@@ -12,14 +12,14 @@ from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     WORKDIR,
     Canaries,
-    Recipe,
+    ProjectPlan,
+    ProjectRecipe,
     RecipeError,
-    RunPlan,
 )
 from glm5_jax.envs.swe.recipes.python import PythonRecipe
 from glm5_jax.envs.swe.recipes.ruby import RubyRecipe
 
-_RECIPES: tuple[Recipe, ...] = (
+_RECIPES: tuple[ProjectRecipe, ...] = (
     CMakeRecipe("c"),
     CMakeRecipe("cpp"),
     GoRecipe(),
@@ -33,7 +33,7 @@ _RECIPES: tuple[Recipe, ...] = (
 _VENDORED = {"vendor", "third_party", "node_modules", "external", "debian"}
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> ProjectRecipe:
     """Returns a recipe by its name and version. Raises RecipeError if there is none."""
     for recipe in _RECIPES:
         if recipe.name == name:
@@ -75,7 +75,7 @@ def _is_cpp(tree: FileTree) -> bool:
     return any(language_of(path) == "cpp" and is_test_path(path) for path in tree)
 
 
-def detect_recipe(tree: FileTree) -> Recipe:
+def detect_recipe(tree: FileTree) -> ProjectRecipe:
     """Returns the recipe for a project by its language. Raises RecipeError if there is none."""
     language = detect_language(tree)
     for recipe in _RECIPES:
@@ -89,9 +89,9 @@ __all__ = [
     "RESULTS",
     "WORKDIR",
     "Canaries",
-    "Recipe",
+    "ProjectRecipe",
     "RecipeError",
-    "RunPlan",
+    "ProjectPlan",
     "detect_language",
     "detect_recipe",
     "find_recipe",

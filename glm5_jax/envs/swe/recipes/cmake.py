@@ -9,8 +9,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     SEED,
     Canaries,
+    ProjectPlan,
     RecipeError,
-    RunPlan,
     matching,
     text_of,
 )
@@ -32,13 +32,13 @@ class CMakeRecipe:
       name: name and version.
     """
 
-    build_folders = ("build/",)
+    build_folders: tuple[str, ...] = ("build/",)
 
     def __init__(self, language: str):
         self.language = language
         self.name = f"{language}-cmake/1"
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project, with its options for tests turned on."""
         if "CMakeLists.txt" not in tree:
             raise RecipeError("there is no CMakeLists.txt at the top; leave the project out")
@@ -49,7 +49,7 @@ class CMakeRecipe:
         ).strip()
         parser = _parser(tree)
         tests, shuffled = _gtest_commands() if parser == "gtest" else _ctest_commands()
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser=parser,
             test_cmds=(tests,),

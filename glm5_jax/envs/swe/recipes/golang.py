@@ -9,8 +9,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     SEED,
     Canaries,
+    ProjectPlan,
     RecipeError,
-    RunPlan,
     first_focus,
     matching,
     text_of,
@@ -26,7 +26,7 @@ class GoRecipe:
     language = "go"
     build_folders: tuple[str, ...] = ()
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a module. Raises RecipeError if its dependencies are not in the tree."""
         if "go.mod" not in tree:
             raise RecipeError("there is no go.mod at the top; leave the project out")
@@ -37,7 +37,7 @@ class GoRecipe:
                 f"go.mod requires {', '.join(needed[:3])}; vendor the dependencies (go mod vendor)"
             )
         test = f"go test -json -count=1 -vet=off ./... > {RESULTS}/go.json"
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser="go",
             test_cmds=(test,),

@@ -13,8 +13,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     SEED,
     Canaries,
+    ProjectPlan,
     RecipeError,
-    RunPlan,
     first_focus,
     matching,
     text_of,
@@ -59,7 +59,7 @@ class JavaRecipe:
     language = "java"
     build_folders: tuple[str, ...] = (f"{_OUT}/", "target/")
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project. Raises RecipeError for another layout."""
         if not any(path.startswith("src/main/java/") for path in tree):
             raise RecipeError("there is no src/main/java; leave the project out")
@@ -77,17 +77,19 @@ class JavaRecipe:
         )
         javac = "javac -J-Xmx1g -nowarn -proc:none -encoding UTF-8"
         listed = f"$(cat {RECIPE_FOLDER}/*.txt | while read f; do [ -f $f ] && echo $f; done)"
-        return RunPlan(
+        build = (
+            f"rm -rf {_OUT} && mkdir -p {_OUT}/main {_OUT}/test",
+            f"{javac} -d {_OUT}/main -cp $JARS $(find src/main/java -name '*.java' ! -name module-info.java)",
+            f"[ ! -d src/main/resources ] || cp -r src/main/resources/. {_OUT}/main/",
+            f"{javac} -d {_OUT}/test -sourcepath src/test/java -cp {_OUT}/main:$JARS {listed}",
+        )
+        return ProjectPlan(
             recipe=self.name,
             log_parser="junit5",
             test_cmds=(java,),
             shuffled_cmds=(java + order,),
-            rebuild_cmds=(
-                f"rm -rf {_OUT} && mkdir -p {_OUT}/main {_OUT}/test",
-                f"{javac} -d {_OUT}/main -cp $JARS $(find src/main/java -name '*.java' ! -name module-info.java)",
-                f"[ ! -d src/main/resources ] || cp -r src/main/resources/. {_OUT}/main/",
-                f"{javac} -d {_OUT}/test -sourcepath src/test/java -cp {_OUT}/main:$JARS {listed}",
-            ),
+            setup_cmds=build,
+            rebuild_cmds=build,
             variables={"JARS": ":".join(jars)},
             files={f"{RECIPE_FOLDER}/tests.txt": text_file("".join(f"{p}\n" for p in wanted))},
             apt=("openjdk-17-jdk-headless", "junit5", "junit4"),

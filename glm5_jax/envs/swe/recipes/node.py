@@ -15,13 +15,13 @@ from glm5_jax.envs.swe.recipes.plan import (
     SEED,
     WORKDIR,
     Canaries,
+    ProjectPlan,
     RecipeError,
-    RunPlan,
     first_focus,
     text_of,
 )
 
-_MODULES = "/opt/node/node_modules"
+_MODULES = "/tools/node/node_modules"
 _LINK = TreeFile(stat.S_IFLNK | 0o777, _MODULES.encode())
 _NAMES = ("*.test.*js", "*.spec.*js", "*-test.*js", "*_test.*js", "test-*.*js", "test_*.*js")
 _IMPORTED = re.compile(r"""(?:from|import|import\(|require\()\s*['"]([^'".][^'"]*)['"]""")
@@ -35,7 +35,7 @@ class JavaScriptRecipe:
     language = "javascript"
     build_folders: tuple[str, ...] = ("coverage/",)
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project. Raises RecipeError if its runner is not supported."""
         runner, folder, pattern = _runner(tree), *_test_files(tree)
         depth = (
@@ -51,11 +51,12 @@ class JavaScriptRecipe:
         jest = f"node node_modules/jest/bin/jest.js --ci --runInBand --json --outputFile={RESULTS}/jest.json"
         node = f"node --test --test-reporter=junit --test-reporter-destination={RESULTS}/node.xml {find}"
         commands = {
-            "mocha": (f"{mocha})", f"{mocha} -r)"),
+            # Mocha cannot shuffle, and in another order of files suites can have other names.
+            "mocha": (f"{mocha})", f"{mocha})"),
             "jest": (jest, f"{jest} --randomize --seed={SEED}"),
             "node_test": (f"{node})", f"{node} -r)"),
         }[runner]
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser=runner,
             test_cmds=commands[:1],
@@ -87,7 +88,7 @@ class TypeScriptRecipe:
     language = "typescript"
     build_folders: tuple[str, ...] = ("coverage/", "dist/")
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project: the tests in focus, and some others whose imports are there."""
         tests = _typescript_tests(tree)
         if not tests:
@@ -103,7 +104,7 @@ class TypeScriptRecipe:
             path for path in tests if path not in wanted and _has_known_imports(tree, path, package)
         ]
         listed = "".join(f"{path}\n" for path in [*wanted, *others[:_OTHER_TESTS]])
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser="vitest",
             test_cmds=(vitest,),

@@ -12,8 +12,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     SEED,
     WORKDIR,
     Canaries,
+    ProjectPlan,
     RecipeError,
-    RunPlan,
     first_focus,
     matching,
     text_of,
@@ -44,7 +44,7 @@ class PhpRecipe:
     language = "php"
     build_folders: tuple[str, ...] = ("vendor/",)
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project. Raises RecipeError without a composer.json or tests."""
         try:
             composer = json.loads(text_of(tree, "composer.json"))
@@ -62,7 +62,7 @@ class PhpRecipe:
             f"phpunit --no-configuration --bootstrap {bootstrap} --log-junit {RESULTS}/phpunit.xml "
             "--do-not-cache-result"
         )
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser="phpunit",
             test_cmds=(f"{phpunit} {root}",),
@@ -96,10 +96,10 @@ def _requirements(required: Mapping[str, str]) -> tuple[list[str], list[str]]:
             continue
         candidates = [f"php-{vendor}-{name}", f"php-{name}"]
         lists = [_DPKG_LISTS / f"{package}.list" for package in candidates]
-        found = [path for path in lists if path.exists()]
+        existing = [path for path in lists if path.exists()]
         # A package that is not installed is named by the check of packages.
-        packages.append(found[0].stem if found else candidates[0])
-        lines = found[0].read_text().split("\n") if found else []
+        packages.append(existing[0].stem if existing else candidates[0])
+        lines = existing[0].read_text().split("\n") if existing else []
         sources = [line for line in lines if line.endswith(".php")]
         with_loader = [line for line in sources if line.endswith("/autoload.php")]
         # A package of one file defines functions, which no autoloader finds.

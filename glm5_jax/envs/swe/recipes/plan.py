@@ -19,14 +19,14 @@ class RecipeError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class ProjectPlan:
     """Commands of a project. They run in the work folder, as the agent's user and without a network.
 
     Attributes:
       recipe: name and version of the recipe.
       log_parser: name of the report parser.
       test_cmds: commands that run the tests and write reports into `/results`.
-      shuffled_cmds: the same in another order.
+      shuffled_cmds: the same in another order, where the runner can change it.
       setup_cmds: commands that run once, on the tree without patches.
       rebuild_cmds: commands after each change of a file; they must succeed.
       files: files that the recipe adds to the tree.
@@ -63,7 +63,7 @@ class Canaries:
     failing: str
 
 
-class Recipe(Protocol):
+class ProjectRecipe(Protocol):
     """Rules for the projects of one build system.
 
     Attributes:
@@ -76,7 +76,7 @@ class Recipe(Protocol):
     language: str
     build_folders: tuple[str, ...]
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project. Raises RecipeError.
 
         Args:

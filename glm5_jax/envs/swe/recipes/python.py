@@ -8,13 +8,13 @@ from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     WORKDIR,
     Canaries,
+    ProjectPlan,
     RecipeError,
-    RunPlan,
     first_focus,
     matching,
 )
 
-PYTEST_FOLDER = "/opt/python"  # pytest and what it needs, in the layer of tools
+PYTEST_FOLDER = "/tools/python"  # pytest and what it needs, in the layer of tools
 _PATTERNS = ("test_*.py", "*_test.py")
 
 
@@ -23,9 +23,9 @@ class PythonRecipe:
 
     name = "python-pytest/1"
     language = "python"
-    build_folders = ("build/", ".eggs/")
+    build_folders: tuple[str, ...] = ("build/", ".eggs/")
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project. Compiled extensions are built in place."""
         tests = matching(tree, *_PATTERNS)
         if not tests:
@@ -39,7 +39,7 @@ class PythonRecipe:
         )
         builds = bool(matching(tree, "*.pyx", "*module.c")) and "setup.py" in tree
         build = ("python3 setup.py -q build_ext --inplace",) if builds else ()
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser="pytest",
             test_cmds=(f"{pytest} {find})",),
@@ -54,6 +54,7 @@ class PythonRecipe:
                     [PYTEST_FOLDER, *([f"{WORKDIR}/src"] if _has_src(tree) else []), WORKDIR]
                 ),
                 "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONNOUSERSITE": "1",  # a build script could write modules into the home folder
                 "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             },
             per_test_cmd="python3 -m pytest -q -p no:cacheprovider -o addopts= {name}",

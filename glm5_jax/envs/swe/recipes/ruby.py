@@ -10,8 +10,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     SEED,
     Canaries,
+    ProjectPlan,
     RecipeError,
-    RunPlan,
     first_focus,
     matching,
     text_of,
@@ -32,7 +32,7 @@ class RubyRecipe:
     language = "ruby"
     build_folders: tuple[str, ...] = ("coverage/",)
 
-    def plan(self, tree: FileTree, focus: Sequence[str]) -> RunPlan:
+    def plan(self, tree: FileTree, focus: Sequence[str]) -> ProjectPlan:
         """Returns the commands of a project, by the kind of its tests."""
         if matching(tree, "*_spec.rb"):
             return self._rspec_plan(tree)
@@ -40,12 +40,12 @@ class RubyRecipe:
             return self._minitest_plan()
         raise RecipeError("the project has no *_spec.rb and no test_*.rb; leave it out")
 
-    def _rspec_plan(self, tree: FileTree) -> RunPlan:
+    def _rspec_plan(self, tree: FileTree) -> ProjectPlan:
         rspec = (
             f"env -u CI rspec -I lib -I spec --format json --out {RESULTS}/rspec.json --format progress "
             "--pattern 'spec/**/*_spec.rb' --exclude-pattern 'spec/integration/**/*_spec.rb'"
         )
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser="rspec",
             test_cmds=(f"{rspec} --order defined",),
@@ -54,12 +54,12 @@ class RubyRecipe:
             per_test_cmd="rspec -I lib -I spec -e {name}",
         )
 
-    def _minitest_plan(self) -> RunPlan:
+    def _minitest_plan(self) -> ProjectPlan:
         def command(seed: int) -> str:
             load = 'Dir["test/**/{test_*,*_test}.rb"].sort.each { |f| require "./" + f }'
             return f"env -u CI ruby -Ilib -Itest -e '{load}' -- -v --seed {seed}"
 
-        return RunPlan(
+        return ProjectPlan(
             recipe=self.name,
             log_parser="minitest",
             test_cmds=(command(1),),

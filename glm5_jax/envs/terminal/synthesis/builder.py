@@ -23,7 +23,7 @@ from glm5_jax.envs.terminal.synthesis.builder_prompts import (
     construct_prompt,
     refine_prompt,
 )
-from glm5_jax.envs.terminal.synthesis.reports import FAIL, Check, Report
+from glm5_jax.envs.terminal.synthesis.reports import FAIL, Check, ValidationReport
 from glm5_jax.envs.terminal.synthesis.task_source import (
     EXECUTABLE,
     read_task,
@@ -37,7 +37,7 @@ _PARTS = ("environment/", "tests/", "solution/")
 _FILES = ("task.toml", "instruction.md")
 _MAX_TASK_BYTES = 1 << 21
 # Checks a task folder; the mapping has scripts of attackers by name.
-Validate = Callable[[pathlib.Path, Mapping[str, str]], Awaitable[Report]]
+Validate = Callable[[pathlib.Path, Mapping[str, str]], Awaitable[ValidationReport]]
 
 
 class BuilderBusyError(RuntimeError):
@@ -46,7 +46,7 @@ class BuilderBusyError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Brief:
-    """What a task is to be made of.
+    """Source of a task: a draft or a page.
 
     Attributes:
       name: name of the task's folder.
@@ -164,10 +164,10 @@ class TaskBuilder:
         executable = records[-1]["executable"] if records else []
         files, rejected = before, None
         try:
-            asked = WriterPrompt(
+            request = WriterPrompt(
                 kind=prompt.kind, text=prompt.text, data=prompt.data, attempt=number
             )
-            reply = await self._writer.ask(asked, FILES_SCHEMA)
+            reply = await self._writer.ask(request, FILES_SCHEMA)
             files = apply_edits(before, reply["files"], reply.get("fewer_assertions_reason", ""))
             executable = reply.get("executable", executable)
         except (WriterError, ValueError) as error:
@@ -190,13 +190,13 @@ class TaskBuilder:
         folder: pathlib.Path,
         files: Mapping[str, bytes],
         rejected: str | None,
-    ) -> Report:
+    ) -> ValidationReport:
         if rejected is not None:
             check = Check(id="V01", status=FAIL, detail=f"the reply was not applied: {rejected}")
-            return Report(task=brief.name, checks=(check,))
+            return ValidationReport(task=brief.name, checks=(check,))
         if problem := brief.review(files):
             check = Check(id="V01", status=FAIL, detail=problem)
-            return Report(task=brief.name, checks=(check,))
+            return ValidationReport(task=brief.name, checks=(check,))
         report = await self._validate(folder, {})
         if not report.is_green or not self._config.max_attacks:
             return report
@@ -206,9 +206,9 @@ class TaskBuilder:
 
     async def _attacks(self, files: Mapping[str, bytes]) -> dict[str, str]:
         prompt = attack_prompt(files, self._config.max_attacks)
-        asked = WriterPrompt(kind=prompt.kind, text=prompt.text, data=prompt.data)
+        request = WriterPrompt(kind=prompt.kind, text=prompt.text, data=prompt.data)
         try:
-            reply = await self._attacker.ask(asked, ATTACK_SCHEMA)
+            reply = await self._attacker.ask(request, ATTACK_SCHEMA)
         except WriterError:
             return {}
         scripts = reply["scripts"][: self._config.max_attacks]

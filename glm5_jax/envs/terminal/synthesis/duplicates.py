@@ -149,13 +149,13 @@ def contamination(
         raise ValueError(
             f"{folder} has no text ({', '.join(_TEXT_FILES)}); give the folder of an evaluation's tasks"
         )
-    own = {name: _passages([text]) for name, text in instructions.items()}
+    by_task = {name: _passages([text]) for name, text in instructions.items()}
     shared = []
     for path in paths:
         lines = path.read_text(errors="replace").splitlines()
         text = "\n".join(line for line in lines if "canary" not in line.lower())
         passages = _passages([text])
-        for name, mine in own.items():
+        for name, mine in by_task.items():
             if common := sorted(mine & passages):
                 shared.append(
                     SharedPassage(

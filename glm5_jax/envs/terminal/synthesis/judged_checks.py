@@ -12,7 +12,7 @@ from glm5_jax.envs.terminal.synthesis.reports import (
     Check,
     verdict_of,
 )
-from glm5_jax.envs.terminal.synthesis.sandbox_runs import Attempt, TaskRuns
+from glm5_jax.envs.terminal.synthesis.sandbox_runs import ScriptedAttempt, TaskRuns
 from glm5_jax.envs.terminal.synthesis.static_checks import unpinned_packages
 from glm5_jax.envs.terminal.synthesis.verifier_texts import TaskTexts, count_assertions, names_read
 from glm5_jax.envs.terminal.task import TerminalTask
@@ -94,7 +94,7 @@ async def check_alternative(writer: Writer, runs: TaskRuns, task: TerminalTask) 
         reply = await writer.ask(prompt, SOLUTION_SCHEMA)
     except WriterError as error:
         return Check(id="V14", status=NOT_APPLICABLE, detail=str(error))
-    run = await runs.run(task, Attempt(script=reply["script"]))
+    run = await runs.run(task, ScriptedAttempt(script=reply["script"]))
     missing = "; ".join(reply["missing"]) or "nothing"
     return Check(
         id="V14", status=PASS, detail=f"reward {run.verdict.reward}; said to be missing: {missing}"

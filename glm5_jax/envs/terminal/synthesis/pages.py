@@ -63,7 +63,7 @@ class Page:
 
     @property
     def source(self) -> str:
-        """Returns the source, of which only so many pages are chosen."""
+        """Returns the source, whose number of chosen pages is limited."""
         return self.ref.partition(":")[0]
 
     @property

@@ -46,7 +46,7 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class ValidationReport:
     """Results of the checks of one task, in order.
 
     Attributes:

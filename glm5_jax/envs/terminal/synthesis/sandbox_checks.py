@@ -18,8 +18,8 @@ from glm5_jax.envs.terminal.synthesis.attacks import ATTACKS, output_paths, scri
 from glm5_jax.envs.terminal.synthesis.reports import FAIL, NOT_APPLICABLE, Check, verdict_of
 from glm5_jax.envs.terminal.synthesis.sandbox_runs import (
     OTHER_IDENTITY,
-    Attempt,
     GradedRun,
+    ScriptedAttempt,
     TaskRuns,
     per_test_script,
 )
@@ -30,7 +30,7 @@ from glm5_jax.envs.terminal.synthesis.verifier_texts import (
 )
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask, load_task
 
-NOP = Attempt(script="true\n")
+NOP = ScriptedAttempt(script="true\n")
 CLOCK_DAYS = 400
 _FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
 # Files that differ between two builds of any image, because they hold times or numbers of files.
@@ -98,19 +98,22 @@ def _identity(path: pathlib.Path) -> str:
 async def check_oracle(runs: TaskRuns, task: TerminalTask) -> tuple[Check, list[GradedRun]]:
     """Returns V03: the solution scores 1 in each of its surroundings; and its plain runs."""
     problems, notes = [], []
-    surroundings = {f"run {number}": (task, Attempt()) for number in (1, 2, 3)}
-    surroundings["half a processor"] = (dataclasses.replace(task, cpus=0.5), Attempt())
+    surroundings = {f"run {number}": (task, ScriptedAttempt()) for number in (1, 2, 3)}
+    surroundings["half a processor"] = (dataclasses.replace(task, cpus=0.5), ScriptedAttempt())
     library = await runs.has_path(task, _FAKETIME)
     if library is None:
         notes.append("clock not moved, since the image has no libfaketime")
     else:
         env = {"LD_PRELOAD": library, "FAKETIME": f"+{CLOCK_DAYS}d"}
-        moved = Attempt(
+        moved = ScriptedAttempt(
             env=env, prepare="chmod 1777 /dev/shm"
         )  # the library keeps a semaphore there
         surroundings[f"clock {CLOCK_DAYS} days later"] = (task, moved)
     if task.user in (None, "root", "0"):
-        surroundings["another host name"] = (task, Attempt(hostname=OTHER_IDENTITY.hostname))
+        surroundings["another host name"] = (
+            task,
+            ScriptedAttempt(hostname=OTHER_IDENTITY.hostname),
+        )
         notes.append("user not changed, since the agent is root")
     else:
         surroundings["another host name and user"] = (task, OTHER_IDENTITY)
@@ -179,7 +182,7 @@ async def check_partial_solutions(runs: TaskRuns, task: TerminalTask, texts: Tas
     chosen = sorted({*chosen, cuts[-1]})
     problems = []
     for cut in chosen:
-        run = await runs.run(task, Attempt(script="\n".join(lines[:cut]) + "\n"))
+        run = await runs.run(task, ScriptedAttempt(script="\n".join(lines[:cut]) + "\n"))
         if run.verdict.reward is None or run.verdict.reward >= 1:
             left = next(line for line in lines[cut:] if not _TRIVIAL.fullmatch(line))
             problems.append(
@@ -212,14 +215,14 @@ async def check_answers(
     variables = await runs.environment_text(task)
     problems = [f"{text[:60]!r} is in an environment variable" for text in literals if text in variables]  # fmt: skip
     if literals and images:
-        found = await asyncio.to_thread(search_image, images[0], literals)
-        problems += [f"{text[:60]!r} is in /{path} of the image" for text, path in found.items()]
+        matches = await asyncio.to_thread(search_image, images[0], literals)
+        problems += [f"{text[:60]!r} is in /{path} of the image" for text, path in matches.items()]
     return verdict_of("V09", problems, f"{len(literals)} literals")
 
 
 def search_image(image: Image, literals: Sequence[str]) -> dict[str, str]:
     """Returns the first file of the image's own layers that holds each literal, for those that some file holds."""
-    found: dict[str, str] = {}
+    matches: dict[str, str] = {}
     for folder in image.layer.folders:
         if (folder / "bin/sh").exists() or (folder / "grader").exists():
             continue  # a base system, or the tools of grading
@@ -230,8 +233,8 @@ def search_image(image: Image, literals: Sequence[str]) -> dict[str, str]:
             data = path.read_bytes()
             for text in literals:
                 if text.encode() in data:
-                    found.setdefault(text, name)
-    return found
+                    matches.setdefault(text, name)
+    return matches
 
 
 async def check_attacks(
@@ -243,7 +246,7 @@ async def check_attacks(
     problems = []
     attacks = {**ATTACKS, **(more or {})}
     for name, script in attacks.items():
-        run = await runs.run(task, Attempt(script=script_of(script, outputs)))
+        run = await runs.run(task, ScriptedAttempt(script=script_of(script, outputs)))
         if run.verdict.reward is None or run.verdict.reward > 0:
             problems.append(f"{name}: {run.description}")
     return verdict_of("V10", problems, f"{len(attacks)} attacks")
@@ -251,7 +254,7 @@ async def check_attacks(
 
 async def check_stability(runs: TaskRuns, task: TerminalTask, gradings: int = 5) -> Check:
     """Returns V11: the same work always gets the same verdict."""
-    async with runs.submission(task, Attempt()) as (submission, _):
+    async with runs.submission(task, ScriptedAttempt()) as (submission, _):
         rewards = [(await runs.grade(task, submission)).reward for _ in range(gradings)]
     problems = [] if len(set(rewards)) == 1 else [f"the same work got the rewards {rewards}"]
     return verdict_of("V11", problems, f"{gradings} gradings")

@@ -1,7 +1,7 @@
 """Runs scripts at a task and grades what they leave, for the checks of the validator.
 
 async with TaskRuns() as runs:
-    run = await runs.run(task, Attempt(script="true\\n"))
+    run = await runs.run(task, ScriptedAttempt(script="true\\n"))
 """
 
 import asyncio
@@ -31,7 +31,7 @@ OTHER_USER, OTHER_UID = "other", 4321
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attempt:
+class ScriptedAttempt:
     """Script that works at a task, and the surroundings in which it runs.
 
     Attributes:
@@ -49,7 +49,7 @@ class Attempt:
     prepare: str = ""
 
 
-OTHER_IDENTITY = Attempt(
+OTHER_IDENTITY = ScriptedAttempt(
     hostname="elsewhere",
     user=OTHER_USER,
     prepare=f"useradd --create-home --uid {OTHER_UID} {OTHER_USER} && chown -R {OTHER_USER} .",
@@ -78,7 +78,7 @@ class GradedRun:
         parts = [f"reward {self.verdict.reward}", self.verdict.error or ""]
         if self.code:
             parts.append(f"exit code {self.code}: {self.output[-300:]}")
-        parts.append(self.verdict.log[-300:])
+        parts.append(self.verdict.log[-800:].strip())
         return ", ".join(part for part in parts if part)
 
 
@@ -115,7 +115,7 @@ class TaskRuns:
 
     @contextlib.asynccontextmanager
     async def sandbox(
-        self, task: TerminalTask, attempt: Attempt = Attempt()
+        self, task: TerminalTask, attempt: ScriptedAttempt = ScriptedAttempt()
     ) -> AsyncIterator[tuple[Sandbox, Image]]:
         """Provides a sandbox in the state in which an agent receives it, and its image.
 
@@ -131,7 +131,7 @@ class TaskRuns:
 
     @contextlib.asynccontextmanager
     async def submission(
-        self, task: TerminalTask, attempt: Attempt
+        self, task: TerminalTask, attempt: ScriptedAttempt
     ) -> AsyncIterator[tuple[Submission, GradedRun]]:
         """Runs an attempt; provides what it leaves, and facts about its script with an empty verdict.
 
@@ -159,7 +159,7 @@ class TaskRuns:
         with submission:
             yield submission, facts
 
-    async def _run_script(self, task: TerminalTask, attempt: Attempt, shell: Shell):
+    async def _run_script(self, task: TerminalTask, attempt: ScriptedAttempt, shell: Shell):
         if attempt.script is None:
             script = await asyncio.to_thread((task.folder / "solution/solve.sh").read_bytes)
             await shell.put_folder("/solution", task.folder / "solution")
@@ -181,7 +181,9 @@ class TaskRuns:
                 file.seek(0)
             return await self._grader(task, image, submission)
 
-    async def run(self, task: TerminalTask, attempt: Attempt = Attempt()) -> GradedRun:
+    async def run(
+        self, task: TerminalTask, attempt: ScriptedAttempt = ScriptedAttempt()
+    ) -> GradedRun:
         """Runs an attempt and grades it. Raises ValidatorError if the environment fails."""
         try:
             async with self.submission(task, attempt) as (submission, facts):

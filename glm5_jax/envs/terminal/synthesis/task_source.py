@@ -23,7 +23,7 @@ set -u
 cd /  # never in the work folder, from which a planted file would be imported
 mkdir -p /logs/verifier
 chmod 700 /logs/verifier
-if python3 -I -m pytest -q -c /dev/null --rootdir /tests -p no:cacheprovider /tests/test_outputs.py > /logs/verifier/pytest.txt 2>&1; then
+if python3 -I -m pytest -q -c /dev/null --rootdir /tests -p no:cacheprovider /tests/test_outputs.py; then
   echo 1 > /logs/verifier/reward.txt
 else
   echo 0 > /logs/verifier/reward.txt
@@ -37,7 +37,7 @@ class FolderExistsError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskSource:
+class SyntheticTask:
     """Synthesised task.
 
     Attributes:

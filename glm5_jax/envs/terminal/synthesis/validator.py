@@ -21,7 +21,7 @@ from glm5_jax.envs.terminal.synthesis.reports import (
     PASS,
     UNKNOWN,
     Check,
-    Report,
+    ValidationReport,
     ValidatorError,
     verdict_of,
 )
@@ -41,7 +41,7 @@ async def validate(
     *,
     writer: Writer | None = None,
     attacks: Mapping[str, str] | None = None,
-) -> Report:
+) -> ValidationReport:
     """Returns the report on a task folder.
 
     Args:
@@ -65,8 +65,8 @@ async def validate(
         checks.append(Check(id=check.id, status=check.status, detail=check.detail, seconds=seconds))
         return tuple(more)
 
-    def report() -> Report:
-        return Report(task=folder.name, checks=tuple(checks))
+    def report() -> ValidationReport:
+        return ValidationReport(task=folder.name, checks=tuple(checks))
 
     # The files. The tests need not be readable for V01 to fail.
     start = time.monotonic()

@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Callable, Mapping
 
-from glm5_jax.envs.terminal.synthesis.task_source import TaskSource, write_task
+from glm5_jax.envs.terminal.synthesis.task_source import SyntheticTask, write_task
 
 TESTS = """import json
 import pathlib
@@ -31,7 +31,7 @@ INSTRUCTION = """
 The meters wrote one whole number a line to /app/numbers.txt. Write their sum to /app/sum.json, an object with the key sum,
 and the largest number to /app/largest.txt, as one line.
 """
-SOURCE = TaskSource(
+SOURCE = SyntheticTask(
     name="meter-sum",
     topic="text processing",
     skills=("awk", "sort"),
@@ -45,7 +45,7 @@ SOURCE = TaskSource(
 Edit = Callable[[dict[str, str]], None]
 
 
-def texts(source: TaskSource = SOURCE) -> dict[str, str]:
+def texts(source: SyntheticTask = SOURCE) -> dict[str, str]:
     return {name: data.decode() for name, data in source.folder_files().items()}
 
 

@@ -17,7 +17,7 @@ from glm5_jax.envs.terminal.synthesis.builder import (
     apply_edits,
     read_records,
 )
-from glm5_jax.envs.terminal.synthesis.reports import Check, Report
+from glm5_jax.envs.terminal.synthesis.reports import Check, ValidationReport
 from glm5_jax.envs.terminal.synthesis.sandbox_runs import TaskRuns
 from glm5_jax.envs.terminal.synthesis.static_checks import check_static
 from glm5_jax.envs.terminal.synthesis.validator import validate
@@ -46,10 +46,10 @@ def repair(data: dict) -> dict:
         return {"files": {}, "executable": BOTH}
     if "is not pinned" in failed or "no-such-package" in failed:
         return {"files": {IMAGE: good[IMAGE]}, "executable": BOTH}
-    if "V03" in failed and "largest" in failed:
-        return {"files": {SOLVE: good[SOLVE]}, "executable": BOTH}
     if "biggest.txt" in failed or "V04" in failed:
         return {"files": {TEST: good[TEST]}, "executable": BOTH}
+    if "V03" in failed and "largest" in failed:
+        return {"files": {SOLVE: good[SOLVE]}, "executable": BOTH}
     return {"files": {}, "executable": BOTH}
 
 
@@ -70,9 +70,9 @@ class Scripted(RuleWriter):
         return await super().ask(prompt, schema)
 
 
-async def static(folder, attacks) -> Report:
+async def static(folder, attacks) -> ValidationReport:
     """A validator of the files only."""
-    return Report(task=folder.name, checks=(check_static(folder)[0],))
+    return ValidationReport(task=folder.name, checks=(check_static(folder)[0],))
 
 
 def build(tmp_path, writer, validator=static, brief=BRIEF, **config):
@@ -172,7 +172,7 @@ def test_passes_attacks_to_the_validator(tmp_path):
         won = bool(attacks) and len(received) == 2
         detail = "attacker 1: reward 1.0" if won else ""
         check = Check(id="V10", status="fail" if won else "pass", detail=detail)
-        return Report(task=folder.name, checks=(check,))
+        return ValidationReport(task=folder.name, checks=(check,))
 
     writer = Scripted(lambda files: None, scripts=["echo 1", "echo 2"])
     result = build(tmp_path, writer, validator, max_attacks=1)

@@ -132,13 +132,13 @@ def test_finds_tasks_that_are_equal_up_to_names():
 
 def test_finds_pairs_above_the_threshold():
     # MinHash misses a pair with a similarity of 0.64 with a probability of 0.003.
-    found = 0
+    count = 0
     for number in range(200):
         index = NearDuplicateIndex()
         words = [f"w{'x' * (number + n)}" for n in range(64)]
         index.add("one", " ".join(words))
-        found += index.duplicate_of(" ".join(words[:50] + ["other"] * 12)) is not None
-    assert found >= 190
+        count += index.duplicate_of(" ".join(words[:50] + ["other"] * 12)) is not None
+    assert count >= 190
 
 
 def test_tells_templates_apart():
@@ -154,17 +154,17 @@ def test_reports_passages_shared_with_an_evaluation(tmp_path):
     text = "BENCHMARK CANARY: one two three four five six seven eight nine\n"
     text += "First count the lines of each file in the folder, then stop.\n"
     (tmp_path / "task" / "instruction.md").write_text(text)
-    own = {
+    instructions = {
         "clean": "Count lines of each file in a folder of one's choice, with care and patience.",
         "copied": "Please count the lines of each file in the folder, today.",
         "canary": "one two three four five six seven eight nine",
     }
-    (shared,) = contamination(own, tmp_path)
+    (shared,) = contamination(instructions, tmp_path)
     assert (shared.task, shared.reference, shared.count) == ("copied", "task/instruction.md", 2)
     assert shared.passage == "count the lines of each file in the"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no text"):
-        contamination(own, tmp_path / "empty")
+        contamination(instructions, tmp_path / "empty")
 
 
 def test_reads_pages_of_markdown_and_html():

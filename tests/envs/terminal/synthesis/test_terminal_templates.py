@@ -15,7 +15,7 @@ from glm5_jax.envs.terminal.synthesis.static_checks import (
 )
 from glm5_jax.envs.terminal.synthesis.task_source import (
     FolderExistsError,
-    TaskSource,
+    SyntheticTask,
     read_task,
     write_provenance,
     write_task,
@@ -75,4 +75,4 @@ def test_rejects_unknown_template_and_difficulty():
     with pytest.raises(ValueError, match="template is 'none'; known are log-analysis"):
         make_task("none", 0)
     with pytest.raises(ValueError, match="difficulty is 6; use 1 to 5"):
-        TaskSource(name="x", topic="", skills=(), difficulty=6, title="", instruction="", files={}, tests="", solution="")  # fmt: skip
+        SyntheticTask(name="x", topic="", skills=(), difficulty=6, title="", instruction="", files={}, tests="", solution="")  # fmt: skip

@@ -7,9 +7,9 @@ import pytest
 
 from glm5_jax.agents.writers import RuleWriter, WriterError
 from glm5_jax.envs.terminal.synthesis.judged_checks import CRITERIA, check_rubric, rule_writer
-from glm5_jax.envs.terminal.synthesis.reports import Check, Report, verdict_of
+from glm5_jax.envs.terminal.synthesis.reports import Check, ValidationReport, verdict_of
 from glm5_jax.envs.terminal.synthesis.sandbox_checks import needed_cuts
-from glm5_jax.envs.terminal.synthesis.sandbox_runs import Attempt, TaskRuns
+from glm5_jax.envs.terminal.synthesis.sandbox_runs import ScriptedAttempt, TaskRuns
 from glm5_jax.envs.terminal.synthesis.static_checks import (
     check_names,
     check_shared_literals,
@@ -89,13 +89,13 @@ def test_counts_assertions():
 
 
 def test_reports_problems_and_json():
-    report = Report(
+    report = ValidationReport(
         task="t",
         checks=(Check(id="V01", status="pass"), Check(id="V03", status="fail", detail="x")),
     )
     assert not report.is_green and report.problems == ["V03 oracle: x"]
     assert report.as_dict()["checks"]["V03_oracle"]["ok"] is False
-    unknown = Report(task="t", checks=(Check(id="V02", status="unknown"),))
+    unknown = ValidationReport(task="t", checks=(Check(id="V02", status="unknown"),))
     assert not unknown.is_green and unknown.as_dict()["checks"]["V02_builds"]["ok"] is None
 
 
@@ -134,7 +134,7 @@ class TestInSandboxes:
         async def rewards():
             async with TaskRuns() as runs:
                 task = check_static(write(tmp_path))[1]
-                attempts = (Attempt(), Attempt(script="true\n"))
+                attempts = (ScriptedAttempt(), ScriptedAttempt(script="true\n"))
                 return [(await runs.run(task, attempt)).verdict.reward for attempt in attempts]
 
         assert run(rewards()) == [1.0, 0.0]

@@ -9,7 +9,7 @@ The same template and seed always give the same bytes.
 import random
 from collections.abc import Callable, Iterator
 
-from glm5_jax.envs.terminal.synthesis.task_source import TaskSource
+from glm5_jax.envs.terminal.synthesis.task_source import SyntheticTask
 from glm5_jax.envs.terminal.synthesis.templates import (
     code_tasks,
     file_tasks,
@@ -41,15 +41,15 @@ TEMPLATES: dict[str, Callable[[random.Random], dict]] = {
 }
 
 
-def make_task(template: str, seed: int) -> TaskSource:
+def make_task(template: str, seed: int) -> SyntheticTask:
     """Returns the task of a template and a seed. Raises ValueError for an unknown template."""
     if template not in TEMPLATES:
         raise ValueError(f"template is {template!r}; known are {', '.join(TEMPLATES)}")
     rng = random.Random(f"{template}/{seed}")
-    return TaskSource(name=f"{template}-{seed:04}", **TEMPLATES[template](rng))
+    return SyntheticTask(name=f"{template}-{seed:04}", **TEMPLATES[template](rng))
 
 
-def make_tasks(count: int, first_seed: int = 0) -> Iterator[TaskSource]:
+def make_tasks(count: int, first_seed: int = 0) -> Iterator[SyntheticTask]:
     """Yields tasks: one of each template for the first seed, then for the next seed, and so on."""
     names = [*TEMPLATES]
     for index in range(count):

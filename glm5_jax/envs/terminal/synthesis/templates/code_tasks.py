@@ -226,7 +226,7 @@ author to /app/{author_file}. Leave the repository as it was, with main checked 
             "git init -q -b main repo",
             "git -C repo fast-import --quiet < history",
             "git -C repo -c core.trustctime=false checkout -q main",
-            "rm -r history repo/.git/hooks",
+            "rm -r history repo/.git/hooks repo/.git/logs",  # reflogs hold times
         ),
         packages=("git",),
         tests=tests_of(_BISECT_TEST, **values, digest=digest, author_digest=author_digest),
@@ -275,8 +275,11 @@ def test_accepts_a_source_without_files(tmp_path):
 
 
 def test_fails_without_a_source(tmp_path):
-    code = subprocess.run(["/app/@SCRIPT@", str(tmp_path / "scratch none"), str(tmp_path / "scratch t")]).returncode
-    assert code == 1
+    tmp_path.chmod(0o777)
+    (tmp_path / "scratch-target").mkdir(mode=0o777)
+    (tmp_path / "scratch-target").chmod(0o777)
+    paths = [str(tmp_path / name) for name in ("scratch-none", "scratch-target")]
+    assert subprocess.run(["/app/@SCRIPT@", *paths]).returncode == 1
 """
 _COLLECT_SOLUTION = """
 sed -i '/^for file/,$d' @SCRIPT@

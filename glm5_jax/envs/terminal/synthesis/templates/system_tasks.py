@@ -104,6 +104,8 @@ def service():
                 socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
                 break
             except OSError:
+                if process.poll() is not None:
+                    break
                 time.sleep(0.05)
         yield
     finally:
@@ -323,6 +325,7 @@ Keep the way it is called, the variable RUN_DIR and the name {name}.pid.
         instruction=instruction,
         files=files,
         setup=(f"chmod 755 {script}",),
+        guard_tests=("test_refuses_to_start_twice",),
         tests=tests_of(_WORKER_TEST, ("contextlib", "os", "subprocess"), **values),
         solution=fill(_WORKER_SOLUTION, **values),
     )
