@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from glm5_jax.inference.grammars import GrammarError, reply_source
-from glm5_jax.inference.request_bodies import EFFORTS, ChatRequest, ResponseFormat
+from glm5_jax.inference.request_bodies import EFFORTS, ChatCompletionRequest, ResponseFormat
 from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.messages import ChatError, describe, read_tools
 
@@ -27,7 +27,7 @@ class ToolOptions(NamedTuple):
     is_single: bool = False
 
 
-def thinking_of(chat: ChatRequest) -> tuple[bool, bool]:
+def thinking_of(chat: ChatCompletionRequest) -> tuple[bool, bool]:
     """Returns (enable_thinking, clear_thinking) from all fields that set them. Raises ApiError if these contradict."""
     thinking, template = chat.thinking, chat.chat_template_kwargs
     is_enabled = None if thinking.type is None else thinking.type == "enabled"
@@ -54,7 +54,7 @@ def _agreed(name: str, thinking: bool | None, template: bool | None) -> bool | N
     return template if thinking is None else thinking
 
 
-def thinking_budget_of(chat: ChatRequest) -> int | None:
+def thinking_budget_of(chat: ChatCompletionRequest) -> int | None:
     """Returns the maximum tokens of the thinking; None: no limit. Raises ApiError if two fields differ."""
     budgets = {
         "thinking.budget_tokens": chat.thinking.budget_tokens,
@@ -66,7 +66,7 @@ def thinking_budget_of(chat: ChatRequest) -> int | None:
     return next(iter(values), None)
 
 
-def tools_of(chat: ChatRequest) -> ToolOptions:
+def tools_of(chat: ChatCompletionRequest) -> ToolOptions:
     """Returns the tools that a reply may or must call. Raises ApiError for an invalid `tools` or `tool_choice`."""
     tools, choice = tuple(chat.tools or ()), chat.tool_choice
     is_single = not chat.parallel_tool_calls
@@ -115,7 +115,7 @@ def _name_of(entry) -> object:
     return entry
 
 
-def reply_grammar_of(chat: ChatRequest, tools: ToolOptions) -> str | None:
+def reply_grammar_of(chat: ChatCompletionRequest, tools: ToolOptions) -> str | None:
     """Returns the grammar of the reply after its thinking; None: it may be any text. Raises ApiError."""
     schema = _schema_of(chat.response_format)
     if schema is None and not tools.forced:
@@ -135,7 +135,7 @@ def reply_grammar_of(chat: ChatRequest, tools: ToolOptions) -> str | None:
         raise ApiError(f"{name}: the schema is nested too deeply", param=name) from None
 
 
-def refuse_constraints(chat: ChatRequest, tools: ToolOptions) -> None:
+def refuse_constraints(chat: ChatCompletionRequest, tools: ToolOptions) -> None:
     """Raises ApiError for options that constrain which tokens a reply may have, because samples are trained on."""
     constraints: Sequence[tuple[str, bool]] = (
         ("tool_choice", bool(tools.forced)),

@@ -22,7 +22,7 @@ from glm5_jax.inference.request import Request, TokenIds
 from glm5_jax.inference.request_bodies import (
     EFFORTS,
     BeginPush,
-    ChatRequest,
+    ChatCompletionRequest,
     CompletionFields,
     CompletionRequest,
     GenerateRequest,
@@ -91,7 +91,7 @@ def read_manifest(push: BeginPush) -> Manifest:
     return Manifest(push.version, push.arithmetic, tensors)
 
 
-_Body = TypeVar("_Body", CompletionRequest, ChatRequest, GenerateRequest)
+_Body = TypeVar("_Body", CompletionRequest, ChatCompletionRequest, GenerateRequest)
 
 
 class Reader:
@@ -134,7 +134,7 @@ class Reader:
         them in its reasoning. Blanks before the content do not count either. Tokens of `stop_token_ids` count anywhere.
         A grammar of the content or of calls also begins after `</think>`.
         """
-        chat = self._decode(body, ChatRequest, version)
+        chat = self._decode(body, ChatCompletionRequest, version)
         tools = tools_of(chat)
         self._check_choices(1, chat.n)
         prompt, thinking = self._render(chat, tools.shown)
@@ -164,7 +164,7 @@ class Reader:
         )
 
     def _rules(
-        self, chat: ChatRequest, grammar: str | None, thinking_end: int | None
+        self, chat: ChatCompletionRequest, grammar: str | None, thinking_end: int | None
     ) -> ReplyRules | None:
         """Returns the rules of a chat's reply; None: there are none. Raises ApiError."""
         budget = None if thinking_end is None else thinking_budget_of(chat)
@@ -247,7 +247,7 @@ class Reader:
             )
         return fields
 
-    def _render(self, chat: ChatRequest, tools) -> tuple[TokenIds, bool]:
+    def _render(self, chat: ChatCompletionRequest, tools) -> tuple[TokenIds, bool]:
         """Returns the ids of a chat, and whether its reply begins in thinking. Raises ApiError with the wrong field."""
         thinking, clear = thinking_of(chat)
         is_continued = chat.continue_final_message

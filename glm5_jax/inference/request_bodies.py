@@ -132,7 +132,7 @@ class TemplateOptions(JsonStruct, kw_only=True, frozen=True):
     clear_thinking: bool | None = None
 
 
-class ChatRequest(CompletionFields, kw_only=True, frozen=True):
+class ChatCompletionRequest(CompletionFields, kw_only=True, frozen=True):
     """Body of `/v1/chat/completions`."""
 
     fixed = _FIXED | {

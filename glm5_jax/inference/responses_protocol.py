@@ -92,7 +92,7 @@ class ResponsesRequest(JsonStruct, kw_only=True, frozen=True):
     reasoning: Reasoning = Reasoning()
     stream: bool = False
     stream_options: ObfuscationOptions | None = None
-    include: Annotated[tuple[Literal["reasoning.encrypted_content"], ...], Meta(max_length=16)] = ()
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Meta(max_length=16)] = []
 
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")

@@ -239,7 +239,7 @@ def _member(value: Any, kind: inspect.Type) -> Any:
             fits = isinstance(value, dict)
         case inspect.ListType() | inspect.VarTupleType() | inspect.TupleType():
             fits = isinstance(value, list)
-        case inspect.StrType():
+        case inspect.StrType() | inspect.LiteralType():  # all literals are texts
             fits = isinstance(value, str)
         case inspect.BoolType():
             fits = isinstance(value, bool)

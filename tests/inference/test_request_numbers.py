@@ -18,7 +18,7 @@ HI = [{"role": "user", "content": "hi"}]
 # The type of each endpoint's bodies, and a valid one.
 ENDPOINTS = {
     "/v1/chat/completions": (
-        request_bodies.ChatRequest,
+        request_bodies.ChatCompletionRequest,
         {"messages": HI, "max_tokens": 1, "logprobs": True, "thinking": {"type": "disabled"}},
     ),
     "/v1/messages": (MessagesRequest, {"messages": HI, "max_tokens": 1}),

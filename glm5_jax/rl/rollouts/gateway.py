@@ -37,7 +37,7 @@ from aiohttp import web
 
 from glm5_jax.inference.chat_options import refuse_constraints, thinking_of, tools_of
 from glm5_jax.inference.client import INSTANCE
-from glm5_jax.inference.request_bodies import ChatRequest
+from glm5_jax.inference.request_bodies import ChatCompletionRequest
 from glm5_jax.rl.request_bodies import BeginSession, SetWeights
 from glm5_jax.rl.rollouts.engine_answers import (
     REQUEST_ERRORS,
@@ -338,7 +338,7 @@ class Gateway(HttpServer):
         if self._draining:
             raise ApiError("the gateway is shutting down; use another gateway", 503, "unavailable")
         name, session = self._session_of(request)
-        chat = await self.read_body(request, lambda body: decode(body, ChatRequest))
+        chat = await self.read_body(request, lambda body: decode(body, ChatCompletionRequest))
         sampling = self._sampling(chat)
         options = tools_of(chat)
         refuse_constraints(chat, options)
@@ -356,7 +356,7 @@ class Gateway(HttpServer):
             session.pending_plans.remove(plan)
             self._active -= 1
 
-    def _sampling(self, chat: ChatRequest) -> dict[str, Any]:
+    def _sampling(self, chat: ChatCompletionRequest) -> dict[str, Any]:
         """Returns the sampling parameters for `/generate`.
 
         Raises ApiError for a field or a value with which the samples could not be trained on as they were sampled.
