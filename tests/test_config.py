@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.config import ModelConfig, RopeParameters, yarn_mscale
+from glm5_jax.config import LoraConfig, ModelConfig, RopeParameters, yarn_mscale
 from glm5_jax.model import glm5
 
 TINY = presets.tiny()
@@ -111,6 +111,7 @@ OTHER_VALUES = {
     "indexer_types": ("full", "shared", "full", "full"),
     "num_nextn_predict_layers": 0,
     "rope_parameters": RopeParameters(rope_theta=77.0),
+    "lora": LoraConfig(rank=2),
     "attention_bias": True,
     "tie_word_embeddings": not TINY.tie_word_embeddings,
     "attention": "dense",

@@ -247,6 +247,10 @@ def run_config(path: pathlib.Path) -> ModelConfig:
             name: _tuples(fields[name]) for name in hints if name in fields
         }
         return ModelConfig(rope_parameters=rope, lora=adapters, **known)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{_workdir(path)} holds no checkpoint of a run: it has no config.json"
+        ) from error
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} holds no config of a run: {error}") from error
 

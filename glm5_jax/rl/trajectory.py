@@ -111,7 +111,7 @@ def _plain_number(value: Any) -> Any:
     """Returns a NumPy number, such as a reward, as a number of Python."""
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"a {type(value).__name__} has no JSON form; give a number or a text")
+    raise TypeError(f"a {type(value).__name__} has no JSON form; give a number or a text")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,11 @@ def check_path(tree: FieldTree, path: str, prefix: str = "", others: Collection[
             raise ValueError(f"no field {name!r}{location}, which is a single value")
         if name not in node:
             offers = [f"{prefix}{offer}" for offer in suggest(tree, path)]
-            if not done:
+            if done:
+                # A name of another group is rarely meant; the fields of this one are listed instead.
+                group = f"{prefix}{'.'.join(done)}."
+                offers = [offer for offer in offers if offer.startswith(group)]
+            else:
                 meant = COMMON_NAMES.get(name, name)
                 offers = [f"--{o}" for o in close_names(meant, others)] + offers
             if offers:

@@ -96,7 +96,7 @@ def test_an_orchestrator_ends_the_sessions_that_those_before_it_left(gate, tmp_p
     with contextlib.ExitStack() as stack:
         fleet = Fleet(stack, gate, **options).begin()
         life = fleet.train()[0].group_id.partition("-")[0]
-    theirs, others = f"{life}-3-0-1", "another-3-0-1"
+    theirs, others = f"{life}-99-0-1", "another-99-0-1"
     for name in (theirs, others):
         ask("POST", f"{gate}/sessions", {"id": name})
     with contextlib.ExitStack() as stack:
