@@ -1,6 +1,6 @@
 """Counts words and names that readers of other code bases would not understand.
 
-`phrases` looks at docstrings, comments and Markdown; `identifiers` at the names that Python code binds;
+`phrases` looks at docstrings, comments, Markdown and notebooks; `identifiers` at the names that Python code binds;
 `repeated_classes` at public class names defined more than once; `long_lines` at Markdown. What is left
 stands in `language_baseline.json`, {rule: {file: count}}, which may only shrink.
 
@@ -69,9 +69,14 @@ def markdown_files() -> list:
     return [p for p in files() if p.suffix == ".md" and "assets" not in p.parts]
 
 
+def notebooks() -> list:
+    """Returns the notebooks that are written here."""
+    return [p for p in files() if p.suffix == ".ipynb"]
+
+
 def prose(path) -> list[tuple[int, str]]:
-    """Returns (line, text) of all prose of a Python or Markdown file."""
-    if path.suffix == ".md":
+    """Returns (line, text) of all prose of a Python file, a Markdown file or a notebook."""
+    if path.suffix in (".md", ".ipynb"):
         return list(enumerate(read(path).splitlines(), 1))
     return docstrings(path) + comments(path)
 
@@ -136,7 +141,7 @@ def violations() -> dict[str, dict[str, list[str]]]:
     """Returns {rule: {path: lines}}; paths without a violation are left out."""
     sources = python_files(*FOLDERS)
     by_rule = {
-        "phrases": {str(p): phrases(p) for p in sources + markdown_files()},
+        "phrases": {str(p): phrases(p) for p in sources + markdown_files() + notebooks()},
         "identifiers": {str(p): identifiers(p) for p in sources},
         "repeated_classes": repeated_classes(),
         "long_lines": {str(p): long_lines(p) for p in markdown_files()},

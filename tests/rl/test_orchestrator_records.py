@@ -43,7 +43,12 @@ def test_orchestrator_sends_and_stores_no_tokens(stack, own_gate, tmp_path):
     assert response["gateway"] == own_gate
     member = response["groups"][0]["members"][0]
     assert member["summary"]["versions"] == [0] and member["summary"]["lengths"][0] > 20
-    entries = [path.read_text(errors="replace") for path in (tmp_path / "orchestrator").iterdir()]
+    fleet.client.pause()
+    until(lambda: fleet.client.status()["running"] == 0)  # the journal is at rest
+    entries = [
+        path.read_text(errors="replace") for path in (tmp_path / "orchestrator").glob("*.entry")
+    ]
+    assert entries
     for text in (json.dumps(response), *entries):
         assert "token_ids" not in text and "content" not in text
     assert member["rollout_id"] in finished(own_gate)

@@ -187,10 +187,15 @@ def task_type_by_rule(
     `Fixes` of a body counts as the link to an issue, so only its other words count there.
     """
     body = re.sub(r"\bfix(?:e[sd])?\b:?\s+(?:\S*#\d+|https?://\S+)", "", body, flags=re.I)
+    kinds: tuple[tuple[re.Pattern[str], TaskType], ...] = (
+        (_BUG, "bug_fix"),
+        (_REFACTOR, "refactor"),
+        (_FEATURE, "feature"),
+    )
     for text in (title, body):
-        for pattern, kind in ((_BUG, "bug_fix"), (_REFACTOR, "refactor"), (_FEATURE, "feature")):
+        for pattern, kind in kinds:
             if pattern.search(text) and not (kind == "refactor" and has_changed_behaviour):
-                return kind  # type: ignore[return-value]
+                return kind
     return None
 
 

@@ -138,7 +138,9 @@ def transition(
         return None
     if test is None:
         return "LOST" if base == "pass" else "N2P"
-    return {"fail": "F2P", "pass": "P2P", "skip": None}[test]  # type: ignore[return-value]
+    if test == "fail":
+        return "F2P"
+    return "P2P" if test == "pass" else None
 
 
 def attribute_crash(report: RunReport, order: Sequence[str] | Mapping) -> dict[str, Status]:
