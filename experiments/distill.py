@@ -144,7 +144,7 @@ def tiny() -> DistillConfig:
             rollout=dataclasses.replace(base.rollout, prompts=120, group=1, max_turns=turns),
         ),
         sft=(rl_reasoning.TaskWeight(TaskConfig(kind="chain", size=4000, steps=5)),),
-        reasoning=base.tasks[:2],
+        reasoning=_task_sets(base)[:2],
         agentic=_task_sets(agentic)[:1],
         general=rl_general.tiny().tasks,
     )
@@ -160,8 +160,10 @@ def glm5() -> DistillConfig:
     return with_shipped_tasks(rl_reasoning.glm5(), rl_agentic.glm5(), "glm5", 1024)  # GLM-5 3.5
 
 
-def _task_sets(config: AgenticConfig) -> tuple[rl_reasoning.TaskWeight, ...]:
-    """Returns the task sets of an agentic stage, without its terminal tasks, which are not distilled."""
+def _task_sets(
+    config: rl_reasoning.ReasoningConfig | AgenticConfig,
+) -> tuple[rl_reasoning.TaskWeight, ...]:
+    """Returns the task sets of a stage, without task files and terminal tasks, which are not distilled."""
     return tuple(share for share in config.tasks if isinstance(share, rl_reasoning.TaskWeight))
 
 
@@ -183,7 +185,7 @@ def with_shipped_tasks(
             rollout=dataclasses.replace(base.rollout, prompts=prompts, group=1, max_turns=turns),
         ),
         sft=(rl_reasoning.TaskWeight(TaskConfig(kind="chain", size=30_000, steps=5)),),
-        reasoning=base.tasks,
+        reasoning=_task_sets(base),
         agentic=_task_sets(agentic),
         general=tuple(share for share in rl_general.ALL if share.kind == "instructions"),
     )

@@ -1,7 +1,11 @@
-"""Evaluates an agent on a folder of tasks.
+"""Evaluates an agent on a folder of tasks, or a served model on a file of questions.
 
+    glm5 run evaluate:questions --file=FILE.jsonl --endpoint.base_url=http://127.0.0.1:8000 --workdir=OUT
     glm5 run evaluate:harbor --tasks=DIR --agent=oracle --workdir=OUT
 
+:questions  tasks of a .jsonl or .py file, as those of rl_reasoning.py (glm5_jax/envs/reasoning/task_file.py):
+         {"question": "7 * 8?", "answer": "56"}. Each reply is judged by the task's verifier; --attempts=N asks
+         N times. OUT/results.jsonl has the replies and rewards. The same command continues an evaluation.
 :harbor  terminal tasks: folders in Harbor's format in DIR (or DIR itself, if it is one). Each is attempted in one
          sandbox and graded in another; about a second a task in addition to the agent and the tests.
 
@@ -41,16 +45,20 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import TokenCounter
-from glm5_jax.agents.loop import Trace
+from glm5_jax.agents.loop import LoopConfig, Trace
+from glm5_jax.envs.reasoning.question_evaluation import QuestionEvaluation
+from glm5_jax.envs.reasoning.task_file import TaskFile
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import (
     Agent,
@@ -69,8 +77,11 @@ from glm5_jax.envs.terminal import (
     load_task,
 )
 from glm5_jax.envs.terminal.forms import forgeable_forms
+from glm5_jax.evals.intervals import wilson
+from glm5_jax.inference.client import ServerError
+from glm5_jax.runtime.addresses import check_url
+from glm5_jax.runtime.api_keys import read_key
 from glm5_jax.runtime.console import ProgressBar
-from glm5_jax.runtime.http_server import check_url, read_key
 from glm5_jax.runtime.terminal import make_printable, print_error
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
@@ -112,6 +123,40 @@ class EndpointConfig:
     def key(self) -> str | None:
         """Returns the API key that the file holds. Raises ValueError if it holds none."""
         return None if self.api_key_file is None else read_key(self.api_key_file)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Returns the sampling options of each request."""
+        options = {"temperature": self.temperature, "top_p": self.top_p}
+        return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionsConfig:
+    """Questions, server and limits of an evaluation. Raises ValueError for values out of range.
+
+    Attributes:
+      file: .jsonl or .py file of tasks; None: not set.
+      instruction: text after every question.
+      endpoint: server of the model.
+      attempts: number of attempts at each task.
+      concurrency: number of concurrent attempts.
+      limits: limits of an attempt.
+      verifier: options of the verifiers.
+    """
+
+    file: str | None = None
+    instruction: str = ""
+    endpoint: EndpointConfig = EndpointConfig()
+    attempts: int = 1
+    concurrency: int = 16
+    limits: LoopConfig = LoopConfig()
+    verifier: VerifierConfig = VerifierConfig()
+
+    def __post_init__(self):
+        for name in ("attempts", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,13 +209,16 @@ def _script(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
     return Script(file)
 
 
-def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
+def _tokenizer(endpoint: EndpointConfig) -> Tokenizer:
     from glm5_jax.checkpoint.models import load_tokenizer
 
+    return load_tokenizer(endpoint.tokenizer) if endpoint.tokenizer else Tokenizer.default()
+
+
+def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
     endpoint, chats = config.endpoint, workdir / "chats"
     url = endpoint.base_url
     assert url is not None, "the config checks that this agent has a server"
-    sampling = {"temperature": endpoint.temperature, "top_p": endpoint.top_p}
 
     def connect() -> ChatClient:
         timeout_s = config.policy.reply_timeout_s
@@ -184,9 +232,8 @@ def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
             {"ended": trace.ended, "error": trace.error, "messages": messages},
         )
 
-    tokenizer = load_tokenizer(endpoint.tokenizer) if endpoint.tokenizer else Tokenizer.default()
-    fields = {name: value for name, value in sampling.items() if value is not None}
-    return Policy(connect, TokenCounter(tokenizer), config.policy, fields, write_chat)
+    counter = TokenCounter(_tokenizer(endpoint))
+    return Policy(connect, counter, config.policy, endpoint.sampling, write_chat)
 
 
 # Makers of agents, from the configuration and the results' folder.
@@ -198,28 +245,107 @@ AGENTS: dict[str, Callable[[EvaluateConfig, pathlib.Path], Agent]] = {
 }
 
 
-def get_config(variant: str = "harbor") -> EvaluateConfig:
+def get_config(variant: str = "harbor") -> EvaluateConfig | QuestionsConfig:
     """Returns the configuration of a variant. Raises ValueError, which lists the variants, for an unknown one."""
-    return choose(variant, {"harbor": EvaluateConfig})
+    return choose(variant, {"harbor": EvaluateConfig, "questions": QuestionsConfig})
 
 
-def run(config: EvaluateConfig, workdir: pathlib.Path) -> int:
+def run(config: EvaluateConfig | QuestionsConfig, workdir: pathlib.Path) -> int:
     """Attempts all tasks without a reward. Returns the exit code."""
     try:
-        evaluation = Evaluation(config, workdir)
+        if isinstance(config, QuestionsConfig):
+            evaluation = make_questions(config, workdir)
+        else:
+            evaluation = Evaluation(config, workdir)
     except (ValueError, OSError) as error:
         print_error(error)
         return 2
     try:
         asyncio.run(evaluation.run())
-    except SandboxError as error:
+    except (SandboxError, ServerError) as error:
         print_error(error)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("stopped; the same command goes on from there", file=sys.stderr)
         return 1
-    evaluation.show()
+    if isinstance(evaluation, QuestionEvaluation):
+        show_questions(evaluation)
+    else:
+        evaluation.show()
     return 0
+
+
+def make_questions(config: QuestionsConfig, workdir: pathlib.Path) -> QuestionEvaluation:
+    """Returns the evaluation of questions. Raises ValueError if the configuration is invalid, and OSError."""
+    from experiments.rl_reasoning import Verifiers, make_toolbox
+
+    url, endpoint = config.endpoint.base_url, config.endpoint
+    if config.file is None:
+        raise ValueError("no file of questions; give --experiment.file=FILE.jsonl")
+    if url is None:
+        raise ValueError("no server; give --experiment.endpoint.base_url=http://HOST:PORT")
+    share = TaskFile(file=config.file, instruction=config.instruction)
+    tasks = share.load().tasks
+
+    def connect() -> ChatClient:
+        return ChatClient(
+            url,
+            endpoint.model,
+            api_key=endpoint.key,
+            timeout_s=config.limits.timeout_s,
+            concurrency=config.concurrency,
+        )
+
+    verify = Verifiers(config.verifier, False, (share,))
+    evaluation = QuestionEvaluation(
+        tasks=tasks,
+        attempts=config.attempts,
+        connect=connect,
+        tools=make_toolbox(tasks, (share,)),
+        verify=verify,
+        close=verify.close,
+        counter=TokenCounter(_tokenizer(endpoint)),
+        limits=config.limits,
+        fields=endpoint.sampling,
+        concurrency=config.concurrency,
+        folder=workdir,
+    )
+    content = pathlib.Path(config.file).read_bytes()
+    evaluation.check_folder(
+        {
+            "file": hashlib.sha256(content).hexdigest(),
+            "instruction": config.instruction,
+            "base_url": url,
+            "model": endpoint.model,
+            **endpoint.sampling,
+        }
+    )
+    return evaluation
+
+
+def show_questions(evaluation: QuestionEvaluation) -> None:
+    """Prints the mean reward of each kind of tasks, with Wilson's interval of 95%."""
+    rewards, num_failed = evaluation.rewards_by_kind()
+    if len(rewards) > 1:
+        rewards["all"] = [value for values in rewards.values() for value in values]
+    table = Table("kind", "tasks", "mean reward", "95%")
+    for kind, values in rewards.items():
+        mean = sum(values) / len(values)
+        table.add_row(kind, str(len(values)), f"{mean:.3f}", _interval(values))
+    console = Console()
+    console.print(table)
+    if num_failed:
+        print(f"{num_failed} attempts could not be graded: the same command repeats them")
+    print(f"results  {evaluation.results_file}")
+
+
+def _interval(values: Sequence[float]) -> str:
+    """Returns the interval of a mean as text. It is defined for scores from 0 to 1 only."""
+    scores = np.asarray(values)
+    if scores.min() < 0 or scores.max() > 1:
+        return "-"
+    low, high = wilson(scores)
+    return f"{low:.3f} to {high:.3f}"
 
 
 class Evaluation:

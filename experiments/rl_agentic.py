@@ -23,6 +23,7 @@ command resumes a run that was stopped or killed. It is refused while another ru
 --max_staleness=0 is synchronous training: no sampling during updates.
 --tasks="({'folder': 'DIR'},)" selects terminal tasks: folders in Harbor's format in DIR. Each is attempted
 with a shell in a sandbox, as in experiments/evaluate.py, for which their program needs root.
+--tasks="({'file': 'FILE'},)" selects the tasks of a .jsonl or .py file, as in rl_reasoning.py, with the file's tools.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from experiments import rl_reasoning, serve as serving
 from experiments.rl_reasoning import TaskWeight
 from glm5_jax.agents.context import CONTEXTS, ContextConfig
 from glm5_jax.agents.loop import LoopConfig
+from glm5_jax.envs.reasoning.task_file import TaskFile
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.envs.service import AgentService
@@ -75,7 +77,7 @@ class AgenticConfig(AgenticRlConfig):
 
     policy: PolicyConfig = PolicyConfig(correction="double_sided")  # GLM-5 4.1.2
     credit: CreditConfig = CreditConfig(baseline="centred")  # GLM-5 3.3
-    tasks: tuple[TaskWeight | TerminalShare, ...] = rl_reasoning.ALL
+    tasks: tuple[TaskWeight | TaskFile | TerminalShare, ...] = rl_reasoning.ALL
     verifier: VerifierConfig = VerifierConfig()
     context: ContextConfig = CONTEXTS["everything"]
 
@@ -102,8 +104,8 @@ class AgenticConfig(AgenticRlConfig):
         if isinstance(share, TerminalShare):
             return share.make_service(service, tokenizer, self.loop(), **options)
         tasks, held_out = share.tasks_of(), share.tasks_of(evaluation=True)
-        toolbox = rl_reasoning.make_toolbox((*tasks, *held_out))
-        verifiers = rl_reasoning.Verifiers(self.verifier, False)
+        toolbox = rl_reasoning.make_toolbox((*tasks, *held_out), (share,))
+        verifiers = rl_reasoning.Verifiers(self.verifier, False, (share,))
         limits = tokenizer, self.loop()
         return AgentService(service, tasks, held_out, toolbox, verifiers, *limits, **options)
 
@@ -122,6 +124,8 @@ def check(config: AgenticConfig) -> None:
     for share in config.tasks:
         if isinstance(share, TerminalShare):
             share.load()
+        elif isinstance(share, TaskFile):
+            share.tasks_of()
 
 
 def get_config(variant: str = "tiny") -> AgenticConfig:
@@ -221,4 +225,4 @@ def glm5() -> AgenticConfig:
 
 
 if __name__ == "__main__":
-    print(__doc__.split("\n\n")[1].strip())
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -43,7 +43,7 @@ from glm5_jax.rl.reward_model.outcome_model import BatchedScorer, OutcomeModel
 from glm5_jax.rl.rollouts.rollout import RolloutConfig
 from glm5_jax.rl.trainers.sync_trainer import SyncRlTrainer, TaskSuite
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
-from glm5_jax.runtime.http_server import read_key
+from glm5_jax.runtime.api_keys import read_key
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.stages import Stage
 

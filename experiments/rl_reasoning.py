@@ -7,6 +7,9 @@ of tasks are kept in balance. Tasks that the policy solves often, and those that
 pass rates of the policy and of a stronger one, which task_pass_rates.py writes:
 --verdicts=OWN.jsonl --stronger_verdicts=OTHER.jsonl.
 
+--tasks="({'file': 'FILE'},)" selects the tasks of a .jsonl file (question, answer) or of a .py file with functions `tasks`
+and `verify`, such as experiments/tasks/reverse.py; glm5_jax/envs/reasoning/task_file.py describes both.
+
 :addition  a policy of 0.13M parameters, from random weights, trains to add a digit to a number of two digits from
            rewards only, on two CPU cores in about five minutes. A KL penalty to the uniform distribution keeps it
            exploring: without one it settles on the answer that is right most often.
@@ -31,6 +34,7 @@ from glm5_jax import presets
 from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.envs.reasoning.difficulty import DifficultyConfig, keep_hard, read_verdicts
 from glm5_jax.envs.reasoning.python_tool import PYTHON, Python
+from glm5_jax.envs.reasoning.task_file import LoadedTasks, TaskFile
 from glm5_jax.envs.reasoning.task_sources import BOXED, TaskConfig, tasks
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig, verifier_for
 from glm5_jax.envs.search.tools import search_tools
@@ -101,7 +105,7 @@ class ReasoningConfig(RlConfig):
       partial_credit: whether to reward the right digits of an answer, for a policy that starts from random weights.
     """
 
-    tasks: tuple[TaskWeight, ...] = (TaskWeight(),)
+    tasks: tuple[TaskWeight | TaskFile, ...] = (TaskWeight(),)
     verifier: VerifierConfig = VerifierConfig()
     verdicts: str | None = None
     stronger_verdicts: str | None = None
@@ -137,7 +141,9 @@ class ReasoningConfig(RlConfig):
             print(report)
             hard_ids = {task.id for task in hard_tasks}
             kinds = {name: [t for t in tasks if t.id in hard_ids] for name, tasks in kinds.items()}
-        suite = make_task_suite(self, kinds, Verifiers(self.verifier, self.partial_credit))
+        suite = make_task_suite(
+            self, kinds, Verifiers(self.verifier, self.partial_credit, self.tasks)
+        )
         all_tasks = list(itertools.chain(*kinds.values()))
         return SyncRlTrainer(
             self, workdir, suite, all_tasks, previous_stage=previous_stage, **options
@@ -148,7 +154,7 @@ class WeightedTasks(Protocol):
     """Configuration with task sets, such as `ReasoningConfig`."""
 
     @property
-    def tasks(self) -> Sequence[TaskWeight]: ...
+    def tasks(self) -> Sequence[TaskWeight | TaskFile]: ...
 
     @property
     def seed(self) -> int: ...
@@ -163,15 +169,29 @@ def make_task_suite(
         tasks=TaskMixture(kinds, weights, seed=config.seed),
         held_out={share.name: share.tasks_of(evaluation=True) for share in config.tasks},
         verify=verifiers,
-        tools=make_toolbox(itertools.chain(*kinds.values())),
+        tools=make_toolbox(itertools.chain(*kinds.values()), config.tasks),
         close=verifiers.close,
     )
 
 
-def make_toolbox(tasks: Iterable[Task]) -> Toolbox:
-    """Returns the tools of tasks. Raises ValueError for an unknown tool, and if `python` is needed and no sandbox starts."""
+def load_files(shares: Iterable[object]) -> list[LoadedTasks]:
+    """Returns the contents of the task files among sets of tasks."""
+    return [share.load() for share in shares if isinstance(share, TaskFile)]
+
+
+def make_toolbox(tasks: Iterable[Task], shares: Iterable[object] = ()) -> Toolbox:
+    """Returns the tools of tasks.
+
+    Raises ValueError for an unknown tool, and if `python` is needed and no sandbox starts.
+
+    Args:
+      shares: sets that the tasks come from; the tools of task files are among the result.
+    """
     tasks, python = list(tasks), Python()
-    box = Toolbox({"calculate": calculate, "python": python, **search_tools()}, tasks)
+    tools = {"calculate": calculate, "python": python, **search_tools()}
+    for loaded in load_files(shares):
+        tools |= loaded.tools
+    box = Toolbox(tools, tasks)
     if any(PYTHON in task.tools for task in tasks):
         try:
             run_sync(python.check())
@@ -183,12 +203,20 @@ def make_toolbox(tasks: Iterable[Task]) -> Toolbox:
 
 
 class Verifiers:
-    """Verifiers of all domains, created at first use."""
+    """Verifiers of all domains, created at first use, and those of task files.
 
-    def __init__(self, config: VerifierConfig, partial_credit: bool):
+    Args:
+      partial_credit: whether to reward the right digits of an answer.
+      shares: sets of tasks; the verifiers of task files among them judge those tasks.
+    """
+
+    def __init__(self, config: VerifierConfig, partial_credit: bool, shares: Iterable[object] = ()):
         self._config, self._partial_credit, self._by_kind = config, partial_credit, {}
+        self._of_files = {k: v for one in load_files(shares) for k, v in one.verifiers.items()}
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
+        if task.kind in self._of_files:
+            return await self._of_files[task.kind](task, attempt)
         if self._partial_credit:
             return partial_digit_reward(task, attempt)
         if task.kind not in self._by_kind:

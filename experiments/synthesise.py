@@ -26,7 +26,8 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
 from experiments.evaluate import EndpointConfig
 from glm5_jax.agents.client import ChatClient
@@ -153,7 +154,8 @@ async def _validate(config: SynthesisConfig, workdir: pathlib.Path) -> int:
     if config.task is None:
         raise ValueError("no task; give --experiment.task=DIR, a task folder or a folder of them")
     folders = find_tasks(config.task)
-    async with _writer(config, workdir, is_required=False) as writer:
+    has_model = config.replies is not None or config.endpoint.base_url is not None
+    async with _writer(config, workdir) if has_model else contextlib.nullcontext() as writer:
         code = await _validate_all(config, workdir, folders, writer)
     _report_contamination(config, workdir, folders)
     return code
@@ -161,7 +163,7 @@ async def _validate(config: SynthesisConfig, workdir: pathlib.Path) -> int:
 
 async def _with_agent(config: SynthesisConfig, workdir: pathlib.Path) -> int:
     funnel = Funnel()
-    async with _writer(config, workdir, is_required=True) as writer, _runs(config) as runs:
+    async with _writer(config, workdir) as writer, _runs(config) as runs:
         briefs = await _briefs(config, workdir, writer, funnel)
 
         async def check(folder: pathlib.Path, attacks: Mapping[str, str]) -> ValidationReport:
@@ -195,7 +197,7 @@ async def _with_agent(config: SynthesisConfig, workdir: pathlib.Path) -> int:
     return 0
 
 
-_SOURCES: dict[str, Callable[[SynthesisConfig, pathlib.Path], Awaitable[int]]] = {
+_SOURCES: dict[str, Callable[[SynthesisConfig, pathlib.Path], Coroutine[Any, Any, int]]] = {
     "templates": _from_templates,
     "validate": _validate,
     "agent": _with_agent,
@@ -315,21 +317,16 @@ def _runs(config: SynthesisConfig) -> TaskRuns:
 
 
 @contextlib.asynccontextmanager
-async def _writer(
-    config: SynthesisConfig, workdir: pathlib.Path, *, is_required: bool
-) -> AsyncIterator[Writer | None]:
-    """Provides the model at the endpoint, or its recorded replies; None if there is neither."""
+async def _writer(config: SynthesisConfig, workdir: pathlib.Path) -> AsyncIterator[Writer]:
+    """Provides the model at the endpoint, or its recorded replies. Raises ValueError if there is neither."""
     endpoint = config.endpoint
     if config.replies is not None:
         yield RecordedWriter(config.replies)
         return
     if endpoint.base_url is None:
-        if is_required:
-            raise ValueError(
-                "no model; give --experiment.endpoint.base_url=URL, or --experiment.replies=FILE with recorded replies"
-            )
-        yield None
-        return
+        raise ValueError(
+            "no model; give --experiment.endpoint.base_url=URL, or --experiment.replies=FILE with recorded replies"
+        )
     fields = {"temperature": endpoint.temperature, "top_p": endpoint.top_p, "max_tokens": 16_384}
     fields = {name: value for name, value in fields.items() if value is not None}
     async with ChatClient(

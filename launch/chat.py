@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.runtime.http_server import read_key
+from glm5_jax.runtime.api_keys import read_key
 from glm5_jax.runtime.terminal import clean_logging, make_printable, print_error
 
 SERVER = "http://127.0.0.1:8000"  # where experiments/serve.py listens

@@ -12,6 +12,7 @@ The launchers read the same command line with flags of their own (launch/run_pla
 import dataclasses
 import importlib.util
 import inspect
+import os
 import pathlib
 import re
 from collections.abc import Collection, Iterable
@@ -23,7 +24,7 @@ from ml_collections import config_flags
 
 from glm5_jax.runtime.config_fields import check_path, tree_of
 from glm5_jax.runtime.config_flags import to_frozen, to_mutable
-from launch import experiment_files
+from launch import experiment_files, rehearsal
 
 EXAMPLE = "pretrain:tiny"
 PROGRAM_FLAGS = {
@@ -75,6 +76,10 @@ def parse(argv: list[str], launcher_flags: Iterable[str] = ()) -> Command:
         config = to_frozen(values["experiment"].value) if has_fields else config
     except ValueError as error:
         raise ValueError(f"--experiment.{error}") from None
+    if os.environ.get(rehearsal.VARIABLE):
+        from launch.rehearsal import substitution  # imported late, because it imports jax
+
+        config = substitution.replace_sizes(config, module.get_config, spec.partition(":")[2])
     return Command(module, config, pathlib.Path(workdir), distributed)
 
 

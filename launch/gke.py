@@ -12,7 +12,8 @@
   to --restarts times and continues from its checkpoint; preemptions, before which it saves, are not counted.
 - End: the set ends with its main roles.
 - Image and volume: IMAGE has this repository as its working directory, and a Python environment. The volume of the claim
-  NAME is mounted at DIR; all pods may write to it.
+  NAME is mounted at DIR, or at a parent of it with --mount, such as the folder of checkpoints that the run reads; all pods
+  may write to it.
 - XLA options: accelerators of a known kind get the options of launch/xla_flags.py in place of those of IMAGE.
   --xla_flags='--NAME=VALUE ...' takes precedence.
 - Network: pods that use all eight H200 of a node are on its fast network, by the names of GKE's documentation (gvnic-1,
@@ -76,7 +77,7 @@ _RDMA_MOUNTS = [
     {"name": "gib", "mountPath": "/usr/local/gib"},
     {"name": "shm", "mountPath": "/dev/shm"},
 ]
-_RDMA_START = ["bash", "-c", 'source /usr/local/gib/scripts/set_nccl_env.sh; exec "$@"', "bash"]
+RDMA_START = ["bash", "-c", 'source /usr/local/gib/scripts/set_nccl_env.sh; exec "$@"', "bash"]
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _YAML_KEYWORDS = {
     "true",
@@ -95,8 +96,12 @@ def define() -> flags.FlagValues:
     """Returns the program's flags, in addition to the experiment's."""
     values = run_plan.define()
     flags.DEFINE_string("image", None, "image of all containers", flag_values=values)
+    flags.DEFINE_string("claim", None, "claim of the volume for all pods", flag_values=values)
     flags.DEFINE_string(
-        "claim", None, "claim of the volume mounted at --workdir", flag_values=values
+        "mount",
+        None,
+        "folder of the volume, --workdir or a parent; default: --workdir",
+        flag_values=values,
     )
     flags.DEFINE_string(
         "accelerator", None, "GKE's name: tpu-v5p-slice, nvidia-h200-141gb", flag_values=values
@@ -160,6 +165,10 @@ def _check(plan: run_plan.RunPlan, values: flags.FlagValues) -> None:
             raise ValueError(f"--xla_flags has {word!r}; each option begins with --")
     if not plan.workdir.is_absolute():
         raise ValueError(f"--workdir={plan.workdir} is not an absolute path; all pods must see it")
+    if values.mount and not plan.workdir.is_relative_to(values.mount):
+        raise ValueError(
+            f"--workdir={plan.workdir} is not in --mount={values.mount}, the folder of the volume; mount a parent of it"
+        )
     for role in plan.roles:
         hosts = role.hosts // role.slices
         longest = f"{plan.name}-{role.name}-{role.count * role.slices - 1}-{hosts - 1}"
@@ -296,7 +305,7 @@ def _container(plan: run_plan.RunPlan, role: Role, words, values) -> dict[str, A
     return {
         "name": role.name,
         "image": values.image,
-        "command": [*_RDMA_START, *command] if _has_rdma(role, values) else command,
+        "command": [*RDMA_START, *command] if _has_rdma(role, values) else command,
         "env": [
             {"name": "ROLE_INDEX", "valueFrom": {"fieldRef": index}},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
@@ -305,7 +314,7 @@ def _container(plan: run_plan.RunPlan, role: Role, words, values) -> dict[str, A
         "ports": [{"containerPort": role.port}] if role.serves else None,
         "resources": {"requests": resources, "limits": {kind: role.devices or None}},
         "volumeMounts": [
-            {"name": "workdir", "mountPath": str(plan.workdir)},
+            {"name": "workdir", "mountPath": values.mount or str(plan.workdir)},
             *(_RDMA_MOUNTS if _has_rdma(role, values) else []),
         ],
         **_probes(role),
@@ -382,20 +391,24 @@ def _as_one_escape(pair: re.Match[str]) -> str:
     return f"\\U{ord(character):08x}"
 
 
+def generate(argv: list[str], values: flags.FlagValues) -> tuple[run_plan.RunPlan, dict[str, Any]]:
+    """Returns the run plan of the program's arguments and its JobSet. Raises ValueError or flags.Error for invalid ones."""
+    values(argv, known_only=True)
+    if values.accelerator:
+        _check_accelerator(values.accelerator)
+    if values["tpu_topology"].present and not _is_tpu(values):
+        raise ValueError(
+            f"--tpu_topology is for TPUs, and --accelerator is {values.accelerator}; leave it out"
+        )
+    plan = run_plan.read(argv, values, chip=CHIPS.get(values.accelerator))
+    return plan, make_job_set(plan, values)
+
+
 def main(argv: list[str]) -> int:
     """Prints the manifest and returns the exit code; argv[0] is the program's name."""
-    values = define()
 
     def print_job_set() -> int:
-        values(argv, known_only=True)
-        if values.accelerator:
-            _check_accelerator(values.accelerator)
-        if values["tpu_topology"].present and not _is_tpu(values):
-            raise ValueError(
-                f"--tpu_topology is for TPUs, and --accelerator is {values.accelerator}; leave it out"
-            )
-        chip = CHIPS.get(values.accelerator)
-        manifest = make_job_set(run_plan.read(argv, values, chip=chip), values)
+        manifest = generate(argv, define())[1]
         print("# Written by launch/gke.py.\n" + as_yaml(manifest), end="")
         return 0
 

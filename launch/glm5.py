@@ -15,9 +15,10 @@ More commands, each with --help:
 
 - local starts several processes or programs on this machine; on_ray, slurm, gke and ssh_commands on several machines.
 - compile compiles an experiment's programs for a pod, offline.
-- check_chats checks files of SFT data; quantise writes W4A8 weights.
+- rehearse checks a run at its size and starts its commands on this machine, with a small model.
+- check_chats checks files of SFT data, check_checkpoint a checkpoint; quantise writes W4A8 weights.
 
-Without an installation, COMMAND is `python -m launch.COMMAND` or, for the last two, `python -m experiments.COMMAND`.
+Without an installation, COMMAND is `python -m launch.COMMAND` or, for the last three, `python -m experiments.COMMAND`.
 """
 
 import importlib
@@ -27,8 +28,8 @@ from glm5_jax.runtime.config_fields import close_names
 from glm5_jax.runtime.terminal import print_error
 from launch import experiment_files, experiment_help
 
-PROGRAMS = ("local", "on_ray", "slurm", "gke", "ssh_commands", "compile")
-TOOLS = ("check_chats", "quantise")  # in experiments/
+PROGRAMS = ("local", "on_ray", "slurm", "gke", "ssh_commands", "compile", "rehearse")
+TOOLS = ("check_chats", "check_checkpoint", "quantise")  # in experiments/
 COMMANDS = ("run", "serve", "chat", "list", *PROGRAMS, *TOOLS)
 
 

@@ -15,7 +15,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -37,12 +37,14 @@ class RunPlan(NamedTuple):
       roles: roles in the order of their start.
       workdir: folder of the run.
       check: function that raises ValueError if the experiment needs something that this machine lacks.
+      config: config of the experiment; None: not read.
     """
 
     name: str
     roles: tuple[Role, ...]
     workdir: pathlib.Path
     check: Callable[[], None] = lambda: None
+    config: Any = None
 
 
 def define() -> flags.FlagValues:
@@ -90,19 +92,21 @@ def read(
         if num_devices is None and devices is None:
             raise ValueError("--devices is missing; give the number of accelerators of each host")
         num_devices = devices // values.hosts if num_devices is None else num_devices
+        _check_processes(command.config, values.hosts)
         _check_mesh(command.config, values.hosts, num_devices, chip)
         roles = (_training_role(command_flags, values, num_devices),)
     variant = command_line.spec_of(rest).partition(":")[2]
     name = re.sub("[^a-z0-9]+", "-", f"{command.module.__name__}-{variant}".lower())
     check = getattr(command.module, "check", lambda config: None)
-    return RunPlan(name.strip("-"), roles, command.workdir, lambda: check(command.config))
+    return RunPlan(
+        name.strip("-"), roles, command.workdir, lambda: check(command.config), command.config
+    )
 
 
 def _check_mesh(config, hosts: int, devices: int, chip: str | None) -> None:
     """Raises ValueError if a stage's mesh or batch does not fit the devices of all hosts; nothing for 0 devices."""
     per_accelerator = CHIPS[chip].num_devices if chip else 1
-    stages = [config, *(getattr(config, field.name) for field in dataclasses.fields(config))]
-    for stage in stages if devices else ():
+    for stage in _stages_of(config) if devices else ():
         mesh = getattr(stage, "mesh", None)
         if isinstance(mesh, MeshConfig):
             try:
@@ -115,6 +119,21 @@ def _check_mesh(config, hosts: int, devices: int, chip: str | None) -> None:
                 raise ValueError(
                     f"{hosts} hosts of {devices} accelerators{unit}: {error}"
                 ) from None
+
+
+def _check_processes(config, hosts: int) -> None:
+    """Raises ValueError if a stage cannot train in as many processes as there are hosts."""
+    for stage in _stages_of(config):
+        limit = stage.max_processes if isinstance(stage, StageConfig) else None
+        if limit is not None and hosts > limit:
+            raise ValueError(
+                f"{hosts} hosts: {stage.name} trains in {limit} process; give it one host and all devices of that host"
+            )
+
+
+def _stages_of(config) -> list:
+    """Returns the config and its fields, which may be stages."""
+    return [config, *(getattr(config, field.name) for field in dataclasses.fields(config))]
 
 
 def _training_role(command: Sequence[str], values: flags.FlagValues, devices: int) -> Role:

@@ -39,13 +39,18 @@ _FUNCTIONS = r"""
 # may end with code 0, or with code EXIT_RESTART, which requeues the job (its steps got SIGTERM and have saved). More than
 # LIMIT deaths within WINDOW seconds, or code 2 (a user's error), end the job.
 supervise() {
-  local name=$1 main=$2 limit=$3 window=$4 delay=$5 max_delay=$6 code pause deaths=() stopping=0
+  local name=$1 main=$2 limit=$3 window=$4 delay=$5 max_delay=$6 code pause deaths=() stopping=0 step=
   shift 6
-  trap stopping=1 TERM # the step gets the signal too, and this function waits for it
+  trap 'stopping=1; kill -TERM $step 2>/dev/null || true' TERM
   while true; do
     echo "$(date +%T) $name started"
-    code=0
-    "$@" || code=$?
+    "$@" &
+    step=$! code=0
+    wait "$step" || code=$?
+    while kill -0 "$step" 2>/dev/null; do # a signal has ended the wait
+      code=0
+      wait "$step" || code=$?
+    done
     echo "$(date +%T) $name ended with code $code"
     if ((stopping || main && code == 0)); then return; fi
     if ((main && code == again)); then
@@ -61,16 +66,23 @@ supervise() {
       return 1
     fi
     pause=$((delay << (${#deaths[@]} - 1)))
-    sleep $((pause < max_delay ? pause : max_delay))
+    sleep $((pause < max_delay ? pause : max_delay)) &
+    step=$!
+    wait "$step" || true
     if ((stopping)); then return; fi
   done
 }
 
-# stop: sends all steps SIGTERM and waits up to their grace period; the rest is killed with the job.
+# stop: sends all steps SIGTERM and waits up to their grace period; the rest is killed with the job. Main steps are first,
+# because they need the others until they have saved.
 stop() {
   trap "" TERM
-  kill -TERM 0
-  local end=$((SECONDS + grace))
+  local end=$((SECONDS + grace)) pid
+  for pid in "${main_steps[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
+  for pid in "${main_steps[@]}"; do
+    while kill -0 "$pid" 2>/dev/null && ((SECONDS < end)); do sleep 0.2; done
+  done
+  for pid in $(jobs -rp); do kill -TERM "$pid" 2>/dev/null || true; done
   while [[ $(jobs -rp) ]] && ((SECONDS < end)); do sleep 0.2; done
 }
 
@@ -104,6 +116,7 @@ CODE
   done
 }
 
+main_steps=()
 trap requeue TERM # Slurm sends it before the time limit of the job
 trap 'exit 1' USR1
 trap stop EXIT
@@ -348,10 +361,12 @@ def _step(
     env = [f"{k}={v}" for k, v in env_values.items()]
     command = [*(["env", *env] if env else []), *substitute_words(role.argv, words | addresses)]
     limits_s = [math.ceil(x) for x in (limits.window_s, limits.initial_delay_s, limits.max_delay_s)]
+    record = ["main_steps+=($!)"] if role.main else []
     return [
         f"supervise {name} {int(role.main)} {limits.max_restarts} {' '.join(map(str, limits_s))} \\",
         f"  srun {' '.join(map(_quote, step))} \\",
         f"  {' '.join(map(_quote, command))} &",
+        *record,
     ]
 
 
@@ -365,21 +380,24 @@ def _quote(text: str) -> str:
     return f'"{"".join(part + name for part, name in zip(literal, names))}"'
 
 
+def generate(argv: list[str], values: flags.FlagValues) -> tuple[run_plan.RunPlan, str]:
+    """Returns the run plan of the program's arguments and its script. Raises ValueError or flags.Error for invalid ones."""
+    values(argv, known_only=True)
+    for name in ("slices", "tpu_topology"):
+        if values[name].present:
+            raise ValueError(f"--{name} is not for Slurm, which assigns the nodes; leave it out")
+    for name in ("partition", "cpu_partition", "account", "time"):
+        if re.search(r"\s", values[name].value or ""):
+            raise ValueError(f"--{name}={values[name].value!r} is not one word")
+    plan = run_plan.read(argv, values, chip=values.chip)
+    return plan, make_script(plan, values)
+
+
 def main(argv: list[str]) -> int:
     """Prints the script and returns the exit code; argv[0] is the program's name."""
-    values = define()
 
     def print_script() -> int:
-        values(argv, known_only=True)
-        for name in ("slices", "tpu_topology"):
-            if values[name].present:
-                raise ValueError(
-                    f"--{name} is not for Slurm, which assigns the nodes; leave it out"
-                )
-        for name in ("partition", "cpu_partition", "account", "time"):
-            if re.search(r"\s", values[name].value or ""):
-                raise ValueError(f"--{name}={values[name].value!r} is not one word")
-        print(make_script(run_plan.read(argv, values, chip=values.chip), values), end="")
+        print(generate(argv, define())[1], end="")
         return 0
 
     return run_plan.run_cli(argv, __doc__, print_script)

@@ -91,17 +91,21 @@ def _check(values: flags.FlagValues) -> None:
             raise ValueError(f"--{name} is not for lists of machines; leave it out")
 
 
+def generate(argv: list[str], values: flags.FlagValues) -> tuple[run_plan.RunPlan, str]:
+    """Returns the run plan of the program's arguments and its script. Raises ValueError or flags.Error for invalid ones."""
+    values(argv, known_only=True)
+    _check(values)
+    values.hosts = len(values.machines)
+    # 0 devices: without --devices each process counts the devices of its machine.
+    plan = run_plan.read(argv, values, 0, values.chip)
+    return plan, make_script(plan, values, os.getcwd())
+
+
 def main(argv: list[str]) -> int:
     """Prints the script and returns the exit code; argv[0] is the program's name."""
-    values = define()
 
     def print_script() -> int:
-        values(argv, known_only=True)
-        _check(values)
-        values.hosts = len(values.machines)
-        # 0 devices: without --devices each process counts the devices of its machine.
-        plan = run_plan.read(argv, values, 0, values.chip)
-        print(make_script(plan, values, os.getcwd()), end="")
+        print(generate(argv, define())[1], end="")
         return 0
 
     return run_plan.run_cli(argv, __doc__, print_script)

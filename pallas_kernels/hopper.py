@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import compat, warp_ops
 
@@ -24,6 +24,7 @@ WGMMA: Any = plgpu.Layout.WGMMA
 ROW_OF: Any = plgpu.Layout.WGMMA.reduce(1)  # one number per row of a product
 COLUMN_OF: Any = plgpu.Layout.WGMMA.reduce(0)  # one number per column of a product
 Accumulator: Any = plgpu.WGMMAAccumulatorRef  # of tensor cores
+Ref = Any  # of shared or global memory, or a view of it; jax has no public type
 SMEM_BYTES = 232448  # of one block on an H100 or H200
 MULTIPROCESSORS = 132  # of an H100 or H200
 
@@ -51,36 +52,40 @@ class Ops:
     interpret: as for `plgpu.kernel`; None or False: the chip.
     """
 
-    def __init__(self, interpret):
+    def __init__(self, interpret: object):
         self.is_emulated = bool(interpret)
 
-    def load(self, ref, index=(), layout: Any = WGMMA):
+    def load(self, ref: Ref, index: tuple = (), layout: Any = WGMMA) -> Array:
         """Loads ref[index] from shared or global memory into registers; index holds full slices or `pl.ds`."""
         if self.is_emulated:
             return ref[index] if index else ref[...]
         return compat.load(ref, index, layout)
 
-    def cast(self, x, layout: Any = WGMMA):
+    def cast(self, x: Array, layout: Any = WGMMA) -> Array:
         """Returns x in registers of a layout. A value carried by a loop needs a layout that does not change."""
         return x if self.is_emulated else plgpu.layout_cast(x, layout)
 
-    def zeros(self, shape, dtype=jnp.float32, layout: Any = WGMMA):
+    def zeros(
+        self, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, layout: Any = WGMMA
+    ) -> Array:
         """Returns registers filled with zeros."""
         return self.cast(jnp.zeros(shape, dtype), layout)
 
-    def full(self, shape, value, dtype=jnp.float32, layout: Any = WGMMA):
+    def full(
+        self, shape: tuple[int, ...], value, dtype: DTypeLike = jnp.float32, layout: Any = WGMMA
+    ) -> Array:
         """Returns registers filled with one value."""
         return self.cast(jnp.full(shape, value, dtype), layout)
 
     def dot(
         self,
-        acc,
-        a,
-        b,
-        b_transposed=False,
-        a_transposed=False,
+        acc: Float[Array, "m n"] | Int32[Array, "m n"],
+        a: Array | Ref,
+        b: Ref,
+        b_transposed: bool = False,
+        a_transposed: bool = False,
         max_columns: int = 256,
-        on_issued=lambda: None,
+        on_issued: Callable = lambda: None,
     ) -> Array:
         """Returns acc + a @ b (or a @ b^T, a^T @ b) by tensor cores.
 
@@ -115,7 +120,13 @@ class Ops:
         return total
 
     def sum_products(
-        self, shapes, steps, wait_for_operands, release, b_transposed=False, a_transposed=False
+        self,
+        shapes: list[tuple[int, int]],
+        steps,
+        wait_for_operands: Callable,
+        release: Callable,
+        b_transposed: bool = False,
+        a_transposed: bool = False,
     ) -> list[Array]:
         """Returns a list with the sum over i < steps of a_i @ b_i (or their transposes) per b.
 
@@ -149,11 +160,11 @@ class Ops:
 
         return pl.run_scoped(run, *(Accumulator(s, jnp.float32) for s in shapes))
 
-    def row_indices(self, shape):
+    def row_indices(self, shape: tuple[int, int]) -> Int32[Array, "m n"]:
         """Returns int32[shape] of row numbers in registers."""
         return self.cast(lax.broadcasted_iota(jnp.int32, shape, 0))
 
-    def store_rows(self, ref, x, begin, end, excluded):
+    def store_rows(self, ref: Ref, x: Shaped[Array, "m n"], begin, end, excluded) -> None:
         """Stores ref[i] = x[i] for begin <= i < end, except excluded[0] <= i < excluded[1]; x in WGMMA registers.
 
         ref: a view of global memory. Rows of the view that are not stored need not exist.
@@ -167,7 +178,13 @@ class Ops:
             def _():
                 ref[i] = lax.dynamic_index_in_dim(x, i, keepdims=False)
 
-    def dots(self, acc, pairs, b_transposed=False, a_transposed=False) -> Array:
+    def dots(
+        self,
+        acc: Float[Array, "m n"],
+        pairs: list[tuple],
+        b_transposed: bool = False,
+        a_transposed: bool = False,
+    ) -> Float[Array, "m n"]:
         """Returns acc + the sum of a @ b over pairs, in their order; otherwise as `dot`.
 
         It waits for each product. With several products in flight whose `a` are different registers, an H200
@@ -187,14 +204,14 @@ class Ops:
         total: Any = pl.run_state(accumulate)(Accumulator.init(acc))
         return total
 
-    def store_transposed(self, ref, x):
+    def store_transposed(self, ref: Ref, x: Shaped[Array, "m n"]) -> None:
         """Stores ref[...] = x^T for x [m n] in WGMMA registers and ref [n m] in global or shared memory."""
         if self.is_emulated:
             ref[...] = x.T
         else:
             compat.transpose_ref(ref)[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
-    def load_flat(self, ref):
+    def load_flat(self, ref: Ref) -> Shaped[Array, " n"]:
         """Loads ref as one dimension into registers in `warp_ops.thread_order_layout`.
 
         Its size is a multiple of 1024.
@@ -206,17 +223,26 @@ class Ops:
             return numbers
         return compat.load(ref.reshape(n), (), warp_ops.thread_order_layout(n))
 
-    def positions(self, n: int):
+    def positions(self, n: int) -> Int32[Array, " n"]:
         """Returns int32[n] of 0 to n - 1 in `warp_ops.thread_order_layout`."""
         return self.cast(lax.iota(jnp.int32, n), warp_ops.thread_order_layout(n))
 
-    def running_count(self, flags, totals, start=0):
+    def running_count(
+        self, flags: Int32[Array, " n"], totals: Ref, start=0
+    ) -> tuple[Int32[Array, " n"], Int32[Array, ""]]:
         """Returns (int32[n] start + flags before each position, start + all flags); see `warp_ops.running_count`."""
         if self.is_emulated:
             return start + jnp.cumsum(flags) - flags, start + jnp.sum(flags)
         return warp_ops.running_count(flags, totals, jnp.int32(start))
 
-    def scatter(self, ref, positions, values, flags, stride):
+    def scatter(
+        self,
+        ref: Ref,
+        positions: Int32[Array, " n"],
+        values: list[Int32[Array, " n"]],
+        flags: Int32[Array, " n"],
+        stride: int,
+    ) -> None:
         """Stores ref[position + n stride] = values[n] where the flag is 1; see `warp_ops.scatter`."""
         if not self.is_emulated:
             return warp_ops.scatter(ref, positions, values, flags, stride)
@@ -225,7 +251,7 @@ class Ops:
             ref[...] = ref[...].at[indices].set(value, mode="drop")
 
 
-def kernel(body: Callable, *, interpret: object, **named):
+def kernel(body: Callable, *, interpret: object, **named) -> Callable:
     """`plgpu.kernel` under Lane semantics; `interpret` as in `backends.Implementation`."""
     params = named.pop("compiler_params", None) or compiler_params()
     emulator = interpret if interpret else None
@@ -234,17 +260,17 @@ def kernel(body: Callable, *, interpret: object, **named):
     return plgpu.kernel(body, interpret=emulator, compiler_params=params, **named)
 
 
-def broadcast_rows(x: Array, shape: tuple[int, ...]) -> Array:
+def broadcast_rows(x: Shaped[Array, " r"], shape: tuple[int, ...]) -> Shaped[Array, "r c"]:
     """Broadcasts x[r], one number per row, to an array of `shape`."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def broadcast_columns(x: Array, shape: tuple[int, ...]) -> Array:
+def broadcast_columns(x: Shaped[Array, " c"], shape: tuple[int, ...]) -> Shaped[Array, "r c"]:
     """Broadcasts x[c], one number per column, to an array of `shape`."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def store_via_smem(x, via, target, columns):
+def store_via_smem(x: Float[Array, "r m"], via: Ref, target: Ref, columns) -> None:
     """Stores x [r m] from registers to target[:, columns] through the same columns of a shared tile `via`."""
     via[:, columns] = x.astype(via.dtype)
     plgpu.commit_smem()

@@ -7,6 +7,24 @@ from jaxtyping import Array, Bool, Int
 HIDDEN = -1e30
 
 
+def check_segments(
+    kernel: str,
+    q_segments: Int[Array, "b t"] | None,
+    k_segments: Int[Array, "b s"] | None,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+) -> None:
+    """Raises ValueError unless the segments have the shapes `queries` and `keys`, or both are None."""
+    if q_segments is None and k_segments is None:
+        return
+    shapes = [None if x is None else x.shape for x in (q_segments, k_segments)]
+    if shapes != [queries, keys]:
+        raise ValueError(
+            f"{kernel}: segments of queries {shapes[0]} and of keys {shapes[1]}; pass shapes {queries} "
+            f"and {keys}, or None for both"
+        )
+
+
 def visible(
     query_index: Int[Array, " t"],
     key_index: Int[Array, " s"],

@@ -1,4 +1,8 @@
-"""Sums of listed rows in the order of the list; adds gradients of gathered rows deterministically on Hopper."""
+"""Sums of listed rows in the order of the list; adds gradients of gathered rows deterministically on Hopper.
+
+Grid: (block,), one warpgroup for 8 rows that lie far apart. No shared memory: a row's sum is in registers, x / 128
+float32 per thread, and 8 listed rows are loaded ahead. Each row has one block and one order of its sums.
+"""
 
 import jax
 import jax.numpy as jnp

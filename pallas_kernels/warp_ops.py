@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.compat import arith, ir, llvm, memref, nvvm, vector
 
@@ -31,7 +32,9 @@ def thread_order_layout(n: int):
     )
 
 
-def running_count(flags, totals, start):
+def running_count(
+    flags: Int32[Array, " n"], totals, start: Int32[Array, ""]
+) -> tuple[Int32[Array, " n"], Int32[Array, ""]]:
     """Returns (int32[n] start + flags before each position, start + all flags) for flags int32[n], 0 or 1.
 
     flags have `thread_order_layout`. totals: int32[4] of shared memory.
@@ -90,7 +93,13 @@ def running_count(flags, totals, start):
     return inserted(flags, totals, start)
 
 
-def scatter(ref, positions, values, flags, stride):
+def scatter(
+    ref,
+    positions: Int32[Array, " n"],
+    values: list[Int32[Array, " n"]],
+    flags: Int32[Array, " n"],
+    stride: int,
+) -> None:
     """Stores ref[position + n stride] = values[n] where the flag is 1; ref int32[...] of shared memory.
 
     positions, flags and each of values: int32[n] in `thread_order_layout`. Every thread sees the stores
@@ -122,7 +131,7 @@ def scatter(ref, positions, values, flags, stride):
     inserted(ref, positions, flags, list(values))
 
 
-def store_rows(ref, x, begin, end, excluded):
+def store_rows(ref, x: Shaped[Array, "m n"], begin, end, excluded) -> None:
     """Stores ref[i] = x[i] for begin <= i < end, except excluded[0] <= i < excluded[1].
 
     ref [m n] in global memory; x [m n] of 16 bits each in the layout WGMMA.

@@ -127,7 +127,7 @@ def _arms(
                 policy=dataclasses.replace(base.policy, correction=LOSSES[loss]),
                 mismatch=dataclasses.replace(base.mismatch, attempts=0),
             ),
-            tasks=base.tasks,
+            tasks=tuple(share for share in base.tasks if isinstance(share, TaskWeight)),
             partial_credit=base.partial_credit,
             max_staleness=age,
             max_running=(age + 1) * base.rollout.prompts,

@@ -243,8 +243,10 @@ def host(options: argparse.Namespace) -> None:
     runner, handed = engine._runner, []
     state, call = runner._device, timed(hand_over, handed)
     for _ in range(30):
-        state, _ = jax.block_until_ready(call(runner._params, state, np.zeros((1, 8), np.int32)))
-    count = len(jax.tree.leaves((runner._params, state)))
+        state, _ = jax.block_until_ready(
+            call(runner.weights.params, state, np.zeros((1, 8), np.int32))
+        )
+    count = len(jax.tree.leaves((runner.weights.params, state)))
     print(
         f"host: {np.median(handed):.2f} ms to hand {count} arrays to a program; target 1 ms for both parts together"
     )

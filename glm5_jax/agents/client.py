@@ -71,6 +71,20 @@ class ChatClient:
         async with self._slots:
             return _choice(await self._client.request("POST", url, body, timeout_s=self._timeout_s))
 
+    async def context_length(self) -> int | None:
+        """Returns the context length in tokens that the server reports as `max_model_len`; None if it reports none.
+
+        Raises ServerError.
+        """
+        url = f"{self._url}/v1/models"
+        listing = await self._client.request("GET", url, timeout_s=self._timeout_s)
+        models = listing.get("data") if isinstance(listing, dict) else None
+        for model in models if isinstance(models, list) else ():
+            if isinstance(model, dict) and self._model in (None, model.get("id")):
+                length = model.get("max_model_len")
+                return length if isinstance(length, int) and length > 0 else None
+        return None
+
 
 def _choice(value: Any) -> dict:
     try:

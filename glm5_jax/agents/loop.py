@@ -248,6 +248,9 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
     message = json.loads(text)
     if message.get("reasoning"):  # as vLLM and OpenRouter call it
         message["reasoning_content"] = message.get("reasoning_content") or message["reasoning"]
+    for name in ("content", "reasoning_content"):
+        if not isinstance(message.get(name), str | None):
+            raise ServerError(f"the reply has {name} {message[name]!r:.200}, which is no text")
     fields = {
         name: message[name]
         for name in ("content", "reasoning_content", "tool_calls")

@@ -9,33 +9,34 @@ import collections
 import dataclasses
 import functools
 import gc
-import json
 import logging
-import math
 import os
-import pathlib
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from glm5_jax.checkpoint import hf_config, hf_fp8, hf_int4, hf_names, hf_quantised
+from glm5_jax.checkpoint.hf_files import (
+    DTYPES,
+    FileTensor,
+    config_file,
+    folder_of,
+    is_same_tensor,
+    open_tensors,
+    raise_problems,
+    read_json_file,
+)
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel import tree
-from glm5_jax.runtime.files import open_file, read_text
 
-_DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
-_KINDS = _DTYPES | {"I8": np.int8, "I32": np.int32, "I64": np.int64}
-_MAX_LISTED = 50  # lines per kind of problem in an error
-_COMPARED_BYTES = 2**24  # bytes that are compared in one step where a tensor repeats another
+_KINDS = DTYPES | {"I8": np.int8, "I32": np.int32, "I64": np.int64}
 _log = logging.getLogger(__name__)
 
 
@@ -72,9 +73,9 @@ def load_hf(
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
     """Returns the config of a HuggingFace folder, with the number of MTP layers that its files hold."""
-    file = _config_file(path)
-    cfg = hf_config.from_hf(_json(file), file)
-    stored = int(bool(hf_names.mtp_names(cfg, _open(path))))
+    file = config_file(path)
+    cfg = hf_config.from_hf(read_json_file(file), file)
+    stored = int(bool(hf_names.mtp_names(cfg, open_tensors(path))))
     if stored < cfg.num_nextn_predict_layers:
         _log.warning("%s holds no MTP layer; the model is loaded without one", path)
     return dataclasses.replace(cfg, num_nextn_predict_layers=stored)
@@ -120,14 +121,6 @@ def load_params(
     return tree.map_with_path(load, *map(tree.unflatten, present))
 
 
-def open_tensors(path: str | os.PathLike) -> dict[str, "_Stored"]:
-    """Returns {name: tensor} of all files of a folder; a tensor has shape and dtype, and indexing with slices reads it.
-
-    Raises ValueError with the files that cannot be read.
-    """
-    return _open(path)
-
-
 def from_tensors(
     tensors: Mapping[str, Any], cfg: ModelConfig, shardings: PyTree | None = None
 ) -> PyTree:
@@ -154,8 +147,8 @@ def from_tensors(
 
 def is_quantised(path: str | os.PathLike) -> bool:
     """Returns True if `save_hf` wrote the folder from a quantised model."""
-    file = _folder(path) / "config.json"
-    content = _json(file) if file.exists() else None
+    file = folder_of(path) / "config.json"
+    content = read_json_file(file) if file.exists() else None
     config = content.get("quantization_config") if isinstance(content, dict) else None
     return isinstance(config, dict) and config.get("format") == hf_quantised.FORMAT
 
@@ -183,12 +176,12 @@ def open_quantised(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
     with everything that is wrong with the files.
     """
     # The config, and the tensors that it implies.
-    content = _json(_config_file(path))
+    content = read_json_file(config_file(path))
     if not isinstance(content, dict) or "quantization_config" not in content:
         raise ValueError(f"{path} holds no quantised model; use load_hf")
     group = hf_quantised.group_of(content.pop("quantization_config"))
-    stored = _open(path)
-    cfg = hf_config.from_hf(content, _config_file(path))
+    stored = open_tensors(path)
+    cfg = hf_config.from_hf(content, config_file(path))
     _check_size(path, cfg, stored)
     table = hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
     kinds, by_leaf = hf_quantised.leaf_kinds(table, stored), collections.defaultdict(list)
@@ -196,10 +189,10 @@ def open_quantised(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
     for piece in table:
         by_leaf[piece.path].append(piece)
         kind = stored[piece.name].kind if piece.name in stored else "F32"
-        plain = jnp.dtype(_DTYPES.get(kind, jnp.float32))
+        plain = jnp.dtype(DTYPES.get(kind, jnp.float32))
         expected |= hf_quantised.layout(kinds[piece.path], piece, plain, group)
     formats = {n: (t.shape, np.dtype(_KINDS.get(t.kind, object))) for n, t in stored.items()}
-    _raise_problems(
+    raise_problems(
         path,
         [f"missing: {n} {list(shape)}" for n, (shape, _) in expected.items() if n not in formats],
         [f"unexpected: {n} {list(t.shape)}" for n, t in stored.items() if n not in expected],
@@ -229,11 +222,11 @@ def check_params(path: str | os.PathLike, cfg: ModelConfig, may_differ: Sequence
 
 def _open_all(path, cfg: ModelConfig, may_differ=()):
     """Returns the stored tensors of cfg by name, and the table of pieces that they come from."""
-    stored, problems = hf_int4.join_packed(_open(path))
-    _raise_problems(path, problems)
+    stored, problems = hf_int4.join_packed(open_tensors(path))
+    raise_problems(path, problems)
     if any(tensor.kind == hf_fp8.KIND for tensor in stored.values()):
         stored, problems = hf_fp8.join_scales(stored, _fp8_block(path), cfg.dtype)
-        _raise_problems(path, problems)
+        raise_problems(path, problems)
     _check_size(path, cfg, stored)
     unread = set() if cfg.num_nextn_predict_layers else set(hf_names.mtp_names(cfg, stored))
     if unread:
@@ -250,43 +243,10 @@ def _open_all(path, cfg: ModelConfig, may_differ=()):
     return stored, table
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stored:
-    """Tensor in a file; indexing with slices reads that part."""
-
-    file: pathlib.Path
-    handle: safetensors.safe_open
-    name: str
-    shape: tuple[int, ...]
-    kind: str  # safetensors' name of the dtype
-    first_byte: int | None = None  # offset in the file; known for FP8 only
-
-    @property
-    def dtype(self) -> np.dtype:
-        return jnp.dtype(_DTYPES[self.kind])
-
-    def __getitem__(self, index) -> np.ndarray:
-        if self.kind != hf_fp8.KIND:
-            return self.handle.get_slice(self.name)[index]
-        assert self.first_byte is not None, "tensors in FP8 are opened with their position"
-        # safetensors returns NumPy dtypes, and NumPy has no 8-bit float.
-        numbers = np.memmap(self.file, np.uint8, "r", self.first_byte, self.shape)
-        return np.array(numbers[index]).view(hf_fp8.DTYPE)
-
-
-def _first_bytes(file: pathlib.Path) -> dict[str, int]:
-    """Returns {tensor name: position of its first byte} of a .safetensors file."""
-    with open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-    header.pop("__metadata__", None)
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
-
-
 def _fp8_block(path) -> tuple[int, int]:
     """Returns the block of FP8 files. Raises ValueError if config.json does not give it."""
-    file = _config_file(path)
-    config = _json(file).get("quantization_config")
+    file = config_file(path)
+    config = read_json_file(file).get("quantization_config")
     if not hf_fp8.is_fp8(config):
         raise ValueError(
             f"{path} cannot be loaded: its files hold FP8 weights and {file.name} has no quantization_config "
@@ -295,98 +255,7 @@ def _fp8_block(path) -> tuple[int, int]:
     return tuple(config["weight_block_size"])
 
 
-def _config_file(path) -> pathlib.Path:
-    file = _folder(path) / "config.json"
-    if not file.exists():
-        raise ValueError(f"{file} does not exist; give the folder of a HuggingFace checkpoint")
-    return file
-
-
-def _folder(path) -> pathlib.Path:
-    path = pathlib.Path(path)
-    return path.parent if path.suffix == ".safetensors" else path
-
-
-def _files(path) -> tuple[list[pathlib.Path], set[str]]:
-    """Returns the files of a checkpoint, and the tensor names in its index."""
-    path, folder = pathlib.Path(path), _folder(path)
-    if path.suffix == ".safetensors":
-        return [path], set()
-    index, promised = folder / "model.safetensors.index.json", {}
-    files = [folder / "model.safetensors"]
-    if not files[0].exists():
-        if not index.exists():
-            raise ValueError(
-                f"{path} holds neither model.safetensors nor model.safetensors.index.json; "
-                "give the folder of a HuggingFace checkpoint"
-            )
-        promised = _weight_map(index)
-        files = [folder / name for name in sorted(set(promised.values()))]
-    beside = folder / "mtp.safetensors"
-    return files + [f for f in [beside] if f.exists() and f not in files], set(promised)
-
-
-def _json(file: pathlib.Path):
-    """Returns the value of a JSON file. Raises ValueError with the file's name if it is not JSON in UTF-8."""
-    try:
-        return json.loads(read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); fetch it again") from None
-
-
-def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Returns {tensor name: file name} of an index. Raises ValueError unless the files are in the index's folder."""
-    content = _json(index)
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise ValueError(
-            f"{index} is not a safetensors index: it holds {reprlib.repr(content)}, "
-            "without a weight_map from tensors to files; fetch it again"
-        )
-    wrong = {f"{name!r:.200}" for name in names.values() if not _is_inside(name)}
-    fix = "is no .safetensors file in this folder; fetch the index again"
-    _raise_problems(index, [f"weight_map: {name} {fix}" for name in sorted(wrong)])
-    return names
-
-
-def _is_inside(name) -> bool:
-    """Returns True if an index may name this file: one in its folder, by name (the hub's cache has links)."""
-    if not isinstance(name, str) or not name.endswith(".safetensors"):
-        return False
-    path = pathlib.PurePath(name)
-    return not path.is_absolute() and ".." not in path.parts
-
-
-def _open(path) -> dict[str, _Stored]:
-    """Returns {name: tensor} of all files. Raises ValueError with unreadable files and duplicate names."""
-    files, promised = _files(path)
-    stored, problems = {}, []
-    for file in files:
-        try:
-            open_file(file).close()  # rejects pipes, at which safetensors would block forever
-            handle = safetensors.safe_open(file, framework="numpy")
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            problems.append(f"{file.name} cannot be read ({error}); fetch it again")
-            continue
-        first_bytes: dict[str, int] = {}
-        for name in handle.keys():
-            if name in stored:
-                problems.append(f"{name} is both in {stored[name].file.name} and in {file.name}")
-            one = handle.get_slice(name)
-            shape, kind = tuple(one.get_shape()), one.get_dtype()
-            if kind == hf_fp8.KIND and not first_bytes:
-                first_bytes = _first_bytes(file)
-            first_byte = first_bytes[name] if kind == hf_fp8.KIND else None
-            stored[name] = _Stored(
-                file=file, handle=handle, name=name, shape=shape, kind=kind, first_byte=first_byte
-            )
-    if not problems:
-        problems = [f"{n} is in the index but in no file" for n in sorted(promised - set(stored))]
-    _raise_problems(path, problems)
-    return stored
-
-
-def _check_size(path, cfg: ModelConfig, stored: dict[str, _Stored]) -> None:
+def _check_size(path, cfg: ModelConfig, stored: dict[str, FileTensor]) -> None:
     """Raises ValueError if a config describes more layers or experts than the files have tensors.
 
     Call it before the table of a model's tensors is built, because the table grows with layers and experts.
@@ -402,7 +271,7 @@ def _check_size(path, cfg: ModelConfig, stored: dict[str, _Stored]) -> None:
             )
 
 
-def _check(path, cfg: ModelConfig, stored: dict[str, _Stored], table) -> None:
+def _check(path, cfg: ModelConfig, stored: dict[str, FileTensor], table) -> None:
     expected = {piece.name: piece.view.shape for piece in table}
     copies = {n: o for n, o in hf_names.copies(cfg).items() if n in stored and n not in expected}
     missing = [f"missing: {n} {list(s)}" for n, s in expected.items() if n not in stored]
@@ -417,39 +286,19 @@ def _check(path, cfg: ModelConfig, stored: dict[str, _Stored], table) -> None:
         if n in stored and stored[n].shape != shape
     ]
     unreadable = [
-        f"dtype {t.kind}: {n}; convert it to {', '.join(_DTYPES)} first"
+        f"dtype {t.kind}: {n}; convert it to {', '.join(DTYPES)} first"
         for n, t in stored.items()
-        if t.kind not in _DTYPES
+        if t.kind not in DTYPES
     ]
     differing = [
         f"{n} should repeat {original} and does not"
         for n, original in copies.items()
-        if original in stored and not _is_same(stored[n], stored[original])
+        if original in stored and not is_same_tensor(stored[n], stored[original])
     ]
-    _raise_problems(path, missing, unexpected, misshapen, unreadable, differing)
+    raise_problems(path, missing, unexpected, misshapen, unreadable, differing)
 
 
-def _raise_problems(path, *kinds: list[str]) -> None:
-    """Raises ValueError with the lines of all kinds of problems, if there are any."""
-    lines = []
-    for kind in kinds:
-        lines += kind[:_MAX_LISTED]
-        if len(kind) > _MAX_LISTED:
-            lines.append(f"... and {len(kind) - _MAX_LISTED} more of these")
-    if lines:
-        raise ValueError(f"{path} cannot be loaded:\n  " + "\n  ".join(lines))
-
-
-def _is_same(a: _Stored, b: _Stored) -> bool:
-    """Returns True if two stored tensors are bitwise equal; it reads them in blocks of rows."""
-    if (a.shape, a.kind) != (b.shape, b.kind):
-        return False
-    step = max(1, _COMPARED_BYTES // (4 * math.prod(a.shape[1:])))
-    blocks = [slice(i, min(i + step, a.shape[0])) for i in range(0, a.shape[0], step)]
-    return all(a[rows].tobytes() == b[rows].tobytes() for rows in blocks)
-
-
-def _dtypes(path, by_leaf, stored: dict[str, _Stored], dtype) -> dict[str, np.dtype]:
+def _dtypes(path, by_leaf, stored: dict[str, FileTensor], dtype) -> dict[str, np.dtype]:
     """Returns {leaf: dtype that it is loaded as}. Logs a warning for leaves it widens, if no dtype is requested."""
     chosen, promoted = {}, []
     for leaf, pieces in by_leaf.items():

@@ -25,12 +25,23 @@ from pallas_kernels.quantized_weights import Int4, Int8
 CHANGED_BY_STAGES = ("attention", "index_topk", "int4_group")
 
 
-def load_model(path: str | os.PathLike, mesh: Mesh | None = None) -> glm5.Glm5:
+def load_model(
+    path: str | os.PathLike, mesh: Mesh | None = None, trained: ModelConfig | None = None
+) -> glm5.Glm5:
     """Loads the model at a path onto a mesh, with the adapters of a run merged.
+
+    trained: config of the model that a trainer makes of these weights, and whose numbers an engine must compute; its
+    fields `CHANGED_BY_STAGES` replace those of the checkpoint. None, or a quantised checkpoint: nothing is replaced.
 
     Raises ValueError if there is none or it is broken.
     """
     path = _check_path(path)
+    if trained is not None:
+        stored, is_quantised = read_config(path)
+        changes = {name: getattr(trained, name) for name in CHANGED_BY_STAGES}
+        cfg = dataclasses.replace(stored, **changes)
+        if cfg != stored and not is_quantised:
+            return glm5.Glm5(cfg, params=open_weights(path, cfg, mesh=mesh)(), mesh=mesh)
     if not _is_run(path):
         load = hf_import.load_quantised if hf_import.is_quantised(path) else hf_import.load_hf
         return load(path, mesh=mesh)

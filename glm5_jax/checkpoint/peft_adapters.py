@@ -45,6 +45,11 @@ _REQUIRED = {
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "layer_replication": (None, []),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []),
+    # Others change the base model's weights too, so that the adapter is not of the model that is given.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -245,6 +250,10 @@ def _read_leaf(
             raise ValueError(
                 f"{_PREFIX}{piece.name} has shape {list(held)}, expected {list(piece.view.shape)}; the adapter is of "
                 "another model"
+            )
+        if not np.isfinite(stored[piece.name].astype(np.float32)).all():
+            raise ValueError(
+                f"{_PREFIX}{piece.name} holds NaN or infinity; use an earlier checkpoint of the adapter"
             )
     ranges = [slice(0, size) for size in shape]
     return hf_names.fill(

@@ -189,14 +189,19 @@ class Parquet:
 
         columns = []
         for path in paths:
-            schema = pyarrow.parquet.read_schema(path)
-            if field not in schema.names:
-                raise ValueError(f"{path} has no column {field!r}; it has {schema.names}")
-            if str(schema.field(field).type) not in ("string", "large_string"):
-                raise ValueError(
-                    f"column {field!r} of {path} is {schema.field(field).type}; it must be string"
-                )
-            column = pyarrow.parquet.read_table(path, columns=[field])[field]
+            try:
+                schema = pyarrow.parquet.read_schema(path)
+                if schema.names.count(field) != 1:
+                    raise ValueError(
+                        f"{path} has {schema.names.count(field)} columns {field!r}; it has {schema.names}"
+                    )
+                if str(schema.field(field).type) not in ("string", "large_string"):
+                    raise ValueError(
+                        f"column {field!r} of {path} is {schema.field(field).type}; it must be string"
+                    )
+                column = pyarrow.parquet.read_table(path, columns=[field])[field]
+            except (OSError, pyarrow.ArrowException) as error:
+                raise ValueError(f"{path} is no complete parquet file: {error}") from error
             if column.null_count:
                 raise ValueError(
                     f"column {field!r} of {path} has {column.null_count} empty entries"

@@ -5,6 +5,7 @@ from jax.sharding import Mesh
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.manifest import read_version
 from glm5_jax.checkpoint.peft_adapters import with_adapter
+from glm5_jax.config import ModelConfig
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
@@ -18,6 +19,7 @@ def make_checkpoint_server(
     *,
     warm: bool = True,
     adapter: str | None = None,
+    trained: ModelConfig | None = None,
 ) -> Server:
     """Returns the server of a checkpoint's model. Raises ValueError if the configuration or the checkpoint is invalid.
 
@@ -26,9 +28,10 @@ def make_checkpoint_server(
     - engine, server: options of the engine and of the HTTP server.
     - warm: whether to compile all programs before the first request, while the server already listens.
     - adapter: folder of a PEFT adapter, which is merged into the weights; None: none.
+    - trained: config of the model whose weights a trainer will push (`models.load_model`); None: nothing is pushed.
     """
     tokenizer = models.load_tokenizer(checkpoint)
-    model = models.load_model(checkpoint, mesh if mesh.size > 1 else None)
+    model = models.load_model(checkpoint, mesh if mesh.size > 1 else None, trained)
     if adapter is not None:
         model = with_adapter(model, adapter)
     version = read_version(checkpoint)

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 
-from glm5_jax.runtime.http_server import check_url
+from glm5_jax.runtime.addresses import check_url
 
 MAX_BYTES = 2**22  # of a response, or a line of one
 INSTANCE = "X-Instance"  # header of `/generate` with the server's instance id

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from glm5_jax.inference.constraints import ReplyConstraint
+from glm5_jax.inference.engine_weights import WeightsLost
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
@@ -38,7 +39,7 @@ from glm5_jax.inference.request import (
     Token,
 )
 from glm5_jax.inference.request_limits import check_request
-from glm5_jax.inference.runner import Computation, LaunchedStep, Runner, WeightsLost
+from glm5_jax.inference.runner import Computation, LaunchedStep, Runner
 from glm5_jax.inference.sampling import SampledTokens, Sampling
 from glm5_jax.inference.scheduler import Decode, Prefill, Scheduler, Sequence as Running
 from glm5_jax.inference.shapes import resolve_shapes
@@ -184,9 +185,8 @@ class Engine:
         if sequence not in self._live:
             raise ValueError("the request has ended, or belongs to another engine")
         live = self._live.pop(sequence)
-        dp_rank = live.rank
-        kv_state = self._runner.fetch(dp_rank, sequence)
-        self._schedulers[dp_rank].remove(sequence)
+        kv_state = self._runner.fetch(live.rank, sequence)
+        self._schedulers[live.rank].remove(sequence)
         live.dp_rank = None
         return RequestTransfer(sequence, live, kv_state, self.version)
 
@@ -307,13 +307,13 @@ class Engine:
         """
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
-        self._runner.check_params(params)
+        self._runner.weights.check(params)
         if policy == FINISH:
             if self.paused and self._num_started:
                 raise Paused("the engine is paused, so no request finishes; use keep or recompute")
             self._finish()
         try:
-            self._runner.load(params)
+            self._runner.weights.load(params)
         except WeightsLost:
             self.fail()
             raise
@@ -419,7 +419,9 @@ class Engine:
                 if work.sequence in self._live:
                     try:
                         self._take(work, output, row, step.version)
-                    except Exception:  # ends only this request
+                    except (KeyboardInterrupt, SystemExit):
+                        raise
+                    except BaseException:  # of this request only; native code may have panicked
                         _log.exception("a request has failed")
                         if work.sequence in self._live:
                             self._end(work.sequence, FAILED)
@@ -447,7 +449,7 @@ class Engine:
         # Tokens with their log-probs, until one ends the reply.
         tokens, end = [], None
         for i, (token, logprob) in enumerate(zip(ids, logprobs)):
-            top = _top_of(sampled, row, i, sampling.top_logprobs)
+            top = sampled.top_at(row, i, sampling.top_logprobs)
             tokens.append(Token(token, logprob, version, top))
             end = live.stops.feed(token)
             if end:
@@ -493,13 +495,5 @@ def _append_prompt(
         return  # the sequence was preempted, and this part is computed again
     end = min(work.start + work.count, len(ids) - 1)
     for i, token in enumerate(ids[work.start + 1 : end + 1]):
-        top = _top_of(scored, row, i, num_top)
+        top = scored.top_at(row, i, num_top)
         handle.prompt_tokens.append(Token(token, float(scored.logprobs[row, i]), version, top))
-
-
-def _top_of(tokens: SampledTokens, row: int, i: int, count: int) -> tuple[tuple[int, float], ...]:
-    """Returns the `count` most likely tokens at position i of a row, with their log-probs."""
-    if not count:
-        return ()
-    ids, values = (a[row, i].tolist() for a in (tokens.top_ids, tokens.top_logprobs))
-    return tuple(zip(ids, values))[:count]

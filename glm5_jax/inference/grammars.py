@@ -1,7 +1,8 @@
 """Grammars of replies, as masks of the tokens that may come next: JSON by a schema, and forced tool calls.
 
 1. `reply_source` writes the grammar of a reply in llguidance's form of Lark.
-2. `compile_grammar` compiles it once for all choices of a request, outside the engine's thread.
+2. `compile_grammar` compiles it once for all choices of a request, outside the engine's thread. A child process compiles
+   it first (grammar_trial.py).
 3. `Grammar.matcher` returns a copy for one reply, which consumes tokens and computes masks.
 
 Tool calls are written in GLM's form: markers are special tokens, and strings have no quotes.
@@ -15,11 +16,13 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from glm5_jax.inference.grammar_trial import matcher_problem, shared_trial
 from glm5_jax.text.messages import tool_function
 from glm5_jax.text.schemas import Schema, SchemaError
 from glm5_jax.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARACTERS = 2**18
+_MAX_CHOICES = 200  # schemas that are visited for the types of a value
 _MAX_REFERENCES = 20  # that are followed to the type of a value
 _MAX_MESSAGE = 300
 # Blanks between two parts of JSON. Without a limit, a reply could consist of blanks.
@@ -59,12 +62,29 @@ class Grammar:
 
 
 def compile_grammar(source: str, tokenizer: Tokenizer) -> Grammar:
-    """Compiles a grammar in llguidance's form of Lark. Raises GrammarError if it is too large or invalid."""
+    """Compiles a grammar in llguidance's form of Lark, unless it is one of the last ones.
+
+    Raises GrammarError if it is too large or invalid, GrammarBusy if too many others are being compiled.
+    """
     _check_size(len(source))
-    grammar = LLMatcher.grammar_from_lark(source)
-    matcher = LLMatcher(_matcher_tokenizer(tokenizer), grammar, log_level=0)
-    if matcher.is_error():
-        raise GrammarError(_first_line(matcher.get_error()))
+    return _compile(source, tokenizer)
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str, tokenizer: Tokenizer) -> Grammar:
+    try:
+        grammar = LLMatcher.grammar_from_lark(source)
+    except UnicodeEncodeError:
+        raise GrammarError("it has a lone surrogate") from None
+    problem = shared_trial.problem(grammar)
+    if not problem:
+        matcher_tokenizer = _matcher_tokenizer(tokenizer)
+        with shared_trial.slot():
+            matcher = LLMatcher(matcher_tokenizer, grammar, log_level=0)
+            # Of a copy, because a mask may change the state.
+            problem = matcher_problem(matcher.deep_copy())
+    if problem:
+        raise GrammarError(_first_line(problem))
     return Grammar(source, matcher)
 
 
@@ -101,13 +121,16 @@ def _call_rule(i: int, function: Mapping) -> str:
     except SchemaError as error:
         raise GrammarError(f"tool {function['name']!r}: {error}") from None
     properties = parameters.get("properties") or {}
-    required = parameters.get("required") or ()
+    required = frozenset(parameters.get("required") or ())
+    tables = {name: parameters[name] for name in _TABLES if name in parameters}
+    num_repeats = sum(map(_has_reference, properties.values()))
+    _check_size(num_repeats * len(json.dumps(tables)))
     arguments, size = [], 0
     for name in properties:
         argument = _argument(name, parameters, bool(function.get("strict")))
         arguments.append(argument if name in required else f"{argument}?")
         size += len(argument)
-        _check_size(size)  # each argument repeats the definitions
+        _check_size(size)
     if not properties and parameters.get("additionalProperties") is not False:
         arguments = ["any_argument*"]
     return f"call_{i}: <tool_call> {_literal(function['name'])} {' '.join(arguments)} </tool_call>"
@@ -127,7 +150,7 @@ def _value(schema: Any, root: Mapping, is_strict: bool) -> str:
         if values and all(isinstance(value, str) and value for value in values):
             return f"({' | '.join(map(_literal, values))})"
         return "TEXT?"
-    if isinstance(schema, Mapping) and '"$ref"' in json.dumps(schema):
+    if isinstance(schema, Mapping) and _has_reference(schema):
         schema = {**{name: root[name] for name in _TABLES if name in root}, **schema}
     problem = _schema_problem(json.dumps(schema))
     if problem and is_strict:
@@ -135,14 +158,20 @@ def _value(schema: Any, root: Mapping, is_strict: bool) -> str:
     return "TEXT?" if problem else _json_rule(schema)
 
 
+def _has_reference(schema: Any) -> bool:
+    """Returns whether the rule of a value repeats the definitions of its root."""
+    return '"$ref"' in json.dumps(schema)
+
+
 def _kinds(schema: Any, root: Mapping) -> set[str]:
-    """Returns the types that a schema allows; "string" if they are unknown."""
-    kinds, waiting, visited = (
-        set(),
-        [schema],
-        set(),
-    )  # schemas by identity, because they may be cyclic
-    while waiting:
+    """Returns the types that a schema allows; "string" if they are unknown, or those of too many schemas."""
+    kinds: set[str] = set()
+    waiting = [schema]
+    visited: set[int] = set()  # schemas by identity, because they may be cyclic
+    # Many arguments may refer to the same choices.
+    for _ in range(_MAX_CHOICES):
+        if not waiting or _STRING in kinds:
+            return kinds or {_STRING}
         resolved = _resolve(waiting.pop(), root)
         if id(resolved) in visited:
             continue
@@ -155,9 +184,7 @@ def _kinds(schema: Any, root: Mapping) -> set[str]:
             waiting += choices
         else:
             kinds.add(_STRING)
-        if _STRING in kinds:
-            break
-    return kinds or {_STRING}
+    return {_STRING}
 
 
 def _resolve(schema: Any, root: Mapping) -> Mapping:
@@ -184,11 +211,11 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-@functools.lru_cache(maxsize=256)
 def _schema_problem(schema: str) -> str | None:
     """Returns why a JSON schema cannot be enforced, or None."""
-    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
-    return _first_line(problem) if problem and not problem.startswith("WARNING") else None
+    _check_size(len(schema))
+    problem = shared_trial.problem(LLMatcher.grammar_from_json_schema(schema))
+    return _first_line(problem) if problem else None
 
 
 def _first_line(message: str) -> str:

@@ -37,6 +37,9 @@ from glm5_jax.text.layouts import layout_of
 from glm5_jax.text.messages import CALL_END
 from glm5_jax.text.tokenizer import Tokenizer
 
+MAX_PROMPT_LOGPROBS = 5_000_000  # of all prompts of a body; each takes about 100 bytes
+MAX_PROMPT_IDS = 5_000_000  # that a response to a body repeats
+
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
@@ -89,6 +92,17 @@ def read_manifest(push: BeginPush) -> Manifest:
     """Returns the manifest of a push."""
     tensors = {name: Tensor(dtype, shape) for name, (dtype, shape) in push.tensors.items()}
     return Manifest(push.version, push.arithmetic, tensors)
+
+
+def _check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
+    """Raises ApiError if the log-probs of all prompts of a body would take too much memory."""
+    num_logprobs = num_tokens * (1 + num_top)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        raise ApiError(
+            f"echo with logprobs {num_top} gives {num_logprobs} log-probs of {num_tokens} tokens of prompts; at most "
+            f"{MAX_PROMPT_LOGPROBS} are given at once: send fewer prompts, or a smaller logprobs or n",
+            param="logprobs",
+        )
 
 
 _Body = TypeVar("_Body", CompletionRequest, ChatCompletionRequest, GenerateRequest)
@@ -193,6 +207,8 @@ class Reader:
             raise ApiError(
                 "echo with logprobs cannot be streamed; leave stream out", param="stream"
             )
+        if scores_prompt:
+            _check_prompt_logprobs(sum(map(len, prompts)) * fields.n, fields.logprobs or 0)
         default = self._defaults.completion_tokens
         max_tokens = default if fields.max_tokens is None else fields.max_tokens
         sampling = dataclasses.replace(
@@ -342,6 +358,13 @@ class Reader:
         parsed = ParsedRequest(requests=tuple(requests), num_choices=n, stream=body.stream)
         if isinstance(body, GenerateRequest):
             return parsed
+        num_ids = sum(map(len, prompts)) * n
+        if body.return_token_ids and num_ids > MAX_PROMPT_IDS:
+            raise ApiError(
+                f"return_token_ids returns the prompt of each choice, {num_ids} ids; at most {MAX_PROMPT_IDS} are returned "
+                "at once: send fewer prompts, or a smaller n",
+                param="return_token_ids",
+            )
         return dataclasses.replace(
             parsed, usage=body.stream_options.include_usage, token_ids=body.return_token_ids
         )

@@ -11,7 +11,14 @@ from msgspec import Meta
 from glm5_jax.data.record import MAX_VERSION
 from glm5_jax.inference.sampling import MAX_TOP_LOGPROBS
 from glm5_jax.runtime.json_body import MAX_VALUES, JsonLimits
-from glm5_jax.runtime.json_structs import MAX_INTEGER, Count, Integer, JsonStruct, PositiveInteger
+from glm5_jax.runtime.json_structs import (
+    MAX_INTEGER,
+    Count,
+    Integer,
+    JsonStruct,
+    Numbers,
+    PositiveInteger,
+)
 
 MAX_CHOICES = 128
 MAX_STOP_IDS = 1024
@@ -164,7 +171,7 @@ class CompletionRequest(CompletionFields, kw_only=True, frozen=True):
     """Body of `/v1/completions`."""
 
     fixed = _FIXED | {"best_of": 1, "suffix": ""}
-    prompt: Any  # read by `PromptReader`
+    prompt: Numbers  # read by `PromptReader`
     max_tokens: Count | None = None
     echo: bool = False
     logprobs: NumTopLogprobs | None = None
@@ -191,8 +198,8 @@ class GenerateRequest(JsonStruct, kw_only=True, frozen=True):
         "return_bytes": False,
         "background": False,
     }
-    text: Any = None  # read by `PromptReader`, like input_ids
-    input_ids: Any = None
+    text: Numbers = None  # read by `PromptReader`, like input_ids
+    input_ids: Numbers = None
     sampling_params: GenerateSampling = GenerateSampling()
     return_logprob: bool = False
     top_logprobs_num: NumTopLogprobs = 0

@@ -45,6 +45,11 @@ _REPEATED = {
 }
 
 
+# Responses repeat these, so each waiting request holds them. The sizes are those of OpenAI's API.
+_ShortText = Annotated[str, Meta(max_length=512)]
+_Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], _ShortText], Meta(max_length=16)]
+
+
 class TextOptions(JsonStruct, kw_only=True, frozen=True):
     """Form of a reply's content."""
 
@@ -56,8 +61,8 @@ class Reasoning(JsonStruct, kw_only=True, frozen=True):
     """Thinking of a reply; there are no summaries of it."""
 
     effort: Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: _ShortText | None = None
+    generate_summary: _ShortText | None = None
 
 
 class ObfuscationOptions(JsonStruct, kw_only=True, frozen=True):
@@ -79,8 +84,8 @@ class ResponsesRequest(JsonStruct, kw_only=True, frozen=True):
     fixed = {"top_logprobs": 0, "truncation": "disabled", "background": False}
     input: str | Items
     instructions: str | None = None
-    metadata: Any = None
-    user: Any = None
+    metadata: _Metadata | None = None
+    user: _ShortText | None = None
     model: str | None = None
     max_output_tokens: PositiveInteger | None = None
     temperature: Temperature | None = None
@@ -197,7 +202,9 @@ def _content(content, path: str) -> str:
 
 
 def _reasoning(item: Mapping, path: str) -> str:
-    parts = item.get("content") or ()
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise _error(f"{path}: content is {describe(parts)}; give a list of parts")
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and "text" in part]
     if texts and all(isinstance(text, str) for text in texts):
         return "".join(texts)
@@ -226,18 +233,17 @@ def _tool(tool: Mapping, i: int) -> dict:
 
 def _tool_choice(choice):
     match choice:
-        case {"type": "function", "name": name}:
+        case {"type": "function", "name": name, **others} if not others:
             return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools], **others} if not others:
             entries = [{"type": "function", "function": one} for one in tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": entries}}
     return choice
 
 
 def _response_format(text_format: Mapping) -> dict:
-    kind = text_format.get("type", "text")
-    if kind != "json_schema":
-        return {"type": kind}
+    if text_format.get("type") != "json_schema":
+        return dict(text_format)
     schema = {name: value for name, value in text_format.items() if name != "type"}
     return {"type": "json_schema", "json_schema": schema}
 

@@ -6,19 +6,17 @@ arrays and starts the programs of steps.py; the results arrive asynchronously.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.constraints import TokenRules, token_rules
-from glm5_jax.inference.quantize import table
+from glm5_jax.inference.engine_weights import EngineWeights
 from glm5_jax.inference.sampling import MAX_TOP_LOGPROBS, Sampling, needs_truncation
 from glm5_jax.inference.scheduler import Decode, Prefill, ScheduledStep, Sequence
 from glm5_jax.inference.shapes import EngineShapes
@@ -34,17 +32,6 @@ from glm5_jax.inference.steps import Steps
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import LayerCache
 from glm5_jax.model.execution import ExecutionConfig
-from glm5_jax.model.quant import with_int4_experts
-from glm5_jax.model.rotated_norm import RotatedNorm
-from glm5_jax.parallel.tree import flatten, is_compound, map_with_path, materialize, unflatten
-from pallas_kernels.numerics import accum_dtype
-from pallas_kernels.quantized_weights import Int4, Int8
-
-MAX_LOAD_BYTES = 2**28  # of new weights that exist at once next to the old ones; our choice
-
-
-class WeightsLost(Exception):
-    """Raised if loading weights fails after some of the old ones were freed: the engine cannot run any more."""
 
 
 class LaunchedBatch(NamedTuple):
@@ -102,7 +89,7 @@ class Runner:
     """Owns an engine's weights and pages on the device."""
 
     def __init__(self, model: glm5.Glm5, shape: EngineShapes, execution: ExecutionConfig):
-        # Experts are converted to int4 once here, not once per token.
+        # `EngineWeights` converts experts to int4 once, not once per token.
         plain = dataclasses.replace(model.cfg, int4_group=None)
         self._cfg, self._shape, self._mesh, self._execution = (
             model.cfg,
@@ -114,17 +101,13 @@ class Runner:
         size = (self.dp_size, shape.max_num_seqs + 1)
         self._tables = np.zeros((*size, shape.max_pages), np.int32)
         self._num_listed = np.zeros(size, int)  # pages of each slot that are in its table
-        params = glm5.params_of(model)
-        self._kinds = {path: _kind_of(leaf) for path, leaf in flatten(params).items()}
-        self._shardings = flatten(_shardings_of(params, model, execution))
+        self.weights = EngineWeights(model, execution)
         self._device = self._steps.device(model.cfg.dtype)
         if model.mesh is None:
             # Committed to the device like the weights. Otherwise the first call would compile another program than
             # later calls, which get committed pages.
-            [device] = set(jax.tree.leaves(self._shardings))
+            [device] = set(jax.tree.leaves(self.weights.shardings))
             self._device = jax.device_put(self._device, device)
-        self._params: PyTree = None
-        self.load(params)
 
     @property
     def dp_size(self) -> int:
@@ -135,72 +118,12 @@ class Runner:
     def computation(self) -> Computation:
         """Inputs of the forward at this moment."""
         return Computation(
-            params=self._params,
+            params=self.weights.params,
             cfg=self._steps.cfg,
             shape=self._shape,
             mesh=self._mesh,
             execution=self._execution,
         )
-
-    def check_params(self, params: PyTree) -> None:
-        """Raises ValueError unless these weights can replace the engine's."""
-        check_params(params, self._cfg)
-        for path, leaf in flatten(params).items():
-            kind, engine_kind = type(leaf) if is_compound(leaf) else None, self._kinds[path][0]
-            if engine_kind is RotatedNorm and kind is None:
-                raise ValueError(
-                    f"the engine's weights are rotated, the new ones are not ({path}); serve the model that is "
-                    "trained, or one that was quantised with --plain"
-                )
-            if kind not in (None, engine_kind):
-                raise ValueError(f"the weights are quantised otherwise than the engine's: {path}")
-
-    def load(self, params: PyTree) -> None:
-        """Replaces the weights for all later work, a part at a time.
-
-        Each part frees the weights that it replaces before the next one is created. Leaves may be `Lazy`. Plain leaves
-        are quantised like those that they replace. Raises ValueError for weights of another model or kind, and
-        WeightsLost if loading fails after some were replaced.
-        """
-        self.check_params(params)
-        flat, parts = flatten(params), []
-        old = flatten(self._params)
-        for paths in _split_by_size(flat, jnp.dtype(self._cfg.dtype).itemsize):
-            try:
-                new = unflatten(
-                    {path: self._convert(path, materialize(flat.pop(path))) for path in paths}
-                )
-                new = jax.block_until_ready(self._to_compute_form(new))
-            except Exception as error:
-                if not parts:
-                    raise
-                raise WeightsLost(
-                    f"loading broke off at {', '.join(paths)[:200]}: {type(error).__name__} {error}"
-                ) from error
-            parts.append(new)
-            self._params = None
-            for path in flatten(new):
-                old.pop(path, None)
-        self._params = _merge_trees(parts)
-
-    def _to_compute_form(self, params):
-        """Runs `to_compute_form` as one program, with the weights' shardings."""
-        shardings = None
-        if self._mesh is not None:
-            shapes = jax.eval_shape(functools.partial(to_compute_form, cfg=self._cfg), params)
-            shardings = glm5.param_shardings(
-                self._cfg, self._mesh, shapes, self._execution.replicated_weights
-            )
-        return jax.jit(to_compute_form, static_argnames="cfg", out_shardings=shardings)(
-            params, cfg=self._cfg
-        )
-
-    def _convert(self, path: str, leaf):
-        """Returns a leaf quantised and placed like the one that it replaces."""
-        kind, group = self._kinds[path]
-        if kind in (Int8, Int4) and not is_compound(leaf):
-            leaf = table.quantised(path, leaf, flatten(glm5.axis_letters(self._cfg))[path], group)
-        return jax.tree.map(jax.device_put, leaf, self._shardings[path])
 
     def launch(self, works: list[ScheduledStep]) -> list[LaunchedBatch]:
         """Launches the work of all data-parallel ranks without waiting for it."""
@@ -296,7 +219,7 @@ class Runner:
             inputs = self._steps.dummy_prefill(1, shape.prefill_chunk, shape.max_pages)
         else:
             inputs = self._steps.dummy_decode(shape.max_num_seqs, shape.max_pages)
-        arguments = {"weights": self._params, "cache": self._device, "inputs": inputs}
+        arguments = {"weights": self.weights.params, "cache": self._device, "inputs": inputs}
         function, static = self._steps.program(name, SamplingVariant())
         return function.lower(*arguments.values(), **static), arguments
 
@@ -307,7 +230,7 @@ class Runner:
         self._run(self._steps.prefill, self._steps.dummy_prefill(b, t, width), variant)
 
     def _run(self, step, inputs, variant: SamplingVariant) -> StepOutput:
-        self._device, output = step(self._params, self._device, inputs, variant)
+        self._device, output = step(self.weights.params, self._device, inputs, variant)
         return output
 
     def _decode(self, decodes: list[list[Decode]]) -> LaunchedBatch:
@@ -407,19 +330,6 @@ class Runner:
         return count
 
 
-def check_params(params: PyTree, cfg: ModelConfig) -> None:
-    """Raises ValueError if params are not those of a model of this config."""
-    flat, expected = flatten(params), flatten(glm5.abstract_params(cfg))
-    if odd := sorted(flat.keys() ^ expected.keys()):
-        state = "missing" if odd[0] in expected else "unknown"
-        raise ValueError(f"the weights are of another model: {odd[0]} is {state}")
-    for name, weight in flat.items():
-        if weight.shape != expected[name].shape:
-            raise ValueError(
-                f"the weights are of another model: {name} is {weight.shape}, not {expected[name].shape}"
-            )
-
-
 @jax.jit
 def _read_slot(device: DeviceState, pages, dp_rank, slot) -> KVState:
     """Returns the cache of one sequence."""
@@ -441,62 +351,6 @@ def _write_slot(device: DeviceState, kv_state: KVState, pages, dp_rank, slot) ->
     layers, mtp = jax.tree.map(put, (device.layers, device.mtp), (kv_state.layers, kv_state.mtp))
     slots = jax.tree.map(lambda a, new: a.at[dp_rank, slot].set(new), device.slots, kv_state.slots)
     return DeviceState(layers, mtp, slots)
-
-
-def _kind_of(leaf) -> tuple[type | None, int | None]:
-    """Returns the class of a leaf, None if it is plain, and its number of rows that share a scale."""
-    return type(leaf) if is_compound(leaf) else None, getattr(leaf, "group", None)
-
-
-def _shardings_of(params, model: glm5.Glm5, execution: ExecutionConfig):
-    """Returns the sharding of each parameter of a model."""
-    if model.mesh is not None:
-        return glm5.param_shardings(model.cfg, model.mesh, params, execution.replicated_weights)
-    devices = {d for x in jax.tree.leaves(params) if isinstance(x, jax.Array) for d in x.devices()}
-    device = min(devices or jax.devices(), key=lambda device: device.id)
-    return jax.tree.map(lambda _: SingleDeviceSharding(device), params)
-
-
-def _split_by_size(flat: dict, itemsize: int) -> list[list[str]]:
-    """Splits the paths of leaves, in order, into parts of at most MAX_LOAD_BYTES or one leaf."""
-    parts, num_bytes = [[]], 0
-    for path, leaf in flat.items():
-        size = math.prod(leaf.shape) * itemsize
-        if parts[-1] and num_bytes + size > MAX_LOAD_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(path)
-        num_bytes += size
-    return parts
-
-
-def _merge_trees(parts: list):
-    """Merges trees that hold different leaves of one tree."""
-    if isinstance(parts[0], dict):
-        names = dict.fromkeys(name for part in parts for name in part)
-        return {
-            name: _merge_trees([part[name] for part in parts if name in part]) for name in names
-        }
-    return (
-        [_merge_trees(list(items)) for items in zip(*parts)]
-        if isinstance(parts[0], list)
-        else parts[0]
-    )
-
-
-def to_compute_form(params: PyTree, cfg: ModelConfig) -> PyTree:
-    """Returns weights, or some of them, in the form for computing.
-
-    Layers are unstacked. Weights have the compute dtype, except the router's, which are wide. Experts are int4 if cfg
-    has int4_group.
-    """
-    dtype = jnp.dtype(cfg.dtype)
-    params = map_with_path(
-        # A router in another dtype than before would need other programs, so it is always wide.
-        lambda path, w: w.astype(accum_dtype(w.dtype) if "router/" in path else dtype),
-        with_int4_experts(params, cfg),
-    )
-    return glm5.unstack(params, cfg)
 
 
 def _all_buckets(round_up, maximum: int) -> list[int]:

@@ -155,6 +155,13 @@ class SampledTokens(NamedTuple):
     top_ids: Int32[Array, "b k"]
     top_logprobs: Float[Array, "b k"]
 
+    def top_at(self, row: int, i: int, count: int) -> tuple[tuple[int, float], ...]:
+        """Returns the `count` most likely tokens at position i of a row of a batch, with their log-probs."""
+        if not count:
+            return ()
+        ids, values = (a[row, i].tolist() for a in (self.top_ids, self.top_logprobs))
+        return tuple(zip(ids, values))[:count]
+
 
 def param_rows(
     samplings: Sequence[Sampling],

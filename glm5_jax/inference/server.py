@@ -39,6 +39,9 @@ from glm5_jax.checkpoint import models
 from glm5_jax.inference import anthropic_protocol, replies, responses_protocol
 from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.engine_weights import WeightsLost
+from glm5_jax.inference.event_stream import send_events
+from glm5_jax.inference.grammar_trial import GrammarBusy
 from glm5_jax.inference.metrics import EngineMetrics
 from glm5_jax.inference.pending_requests import PendingRequests
 from glm5_jax.inference.protocol import Defaults, ParsedRequest, Reader, read_manifest
@@ -50,7 +53,6 @@ from glm5_jax.inference.request_bodies import (
     CommitPush,
     UpdateRequest,
 )
-from glm5_jax.inference.runner import WeightsLost
 from glm5_jax.inference.weights import Conflict, Receiver
 from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.runtime.http_server import (
@@ -58,20 +60,16 @@ from glm5_jax.runtime.http_server import (
     Handler,
     HttpServer,
     ListenConfig,
-    json_bytes,
     json_response,
     read_json,
 )
-from glm5_jax.runtime.json_pieces import encode_in_pieces
+from glm5_jax.runtime.json_encoding import encode_in_pieces
 from glm5_jax.runtime.json_structs import JsonStruct, decode
 from glm5_jax.text.tokenizer import Tokenizer
 
 _Update = TypeVar("_Update", bound=JsonStruct)
 _MESSAGES = "/v1/messages"
 _PAGE = pathlib.Path(__file__).parent / "page.html"
-_MAX_INLINE_TOKENS = (
-    32  # larger pieces of a stream are encoded in a thread: with log-probs they take milliseconds
-)
 _MAX_PARTS_IN_MEMORY = 2  # parts of a push: one arrives while another is read
 
 
@@ -183,6 +181,8 @@ class Server(HttpServer):
             return ApiError("the engine has ended", 503, "unavailable")
         if isinstance(error, WeightsLost):
             return ApiError(str(error), 503, "weights_lost")
+        if isinstance(error, GrammarBusy):
+            return ApiError(str(error), 429, "overloaded")
         if isinstance(error, Conflict):
             return ApiError(str(error), 409, "conflict")
         if isinstance(error, Paused):
@@ -219,8 +219,7 @@ class Server(HttpServer):
         return self._reader.chat(anthropic_protocol.to_chat(body), version)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        loop, body = asyncio.get_running_loop(), await self.read_bytes(request)
-        parsed = await loop.run_in_executor(None, self._read, self._read_messages, body)
+        parsed = await self._read_in_thread(request, self._read_messages)
         return json_response({"input_tokens": len(parsed.requests[0].ids)})
 
     def error_response(self, request: web.Request, error: ApiError) -> web.Response:
@@ -242,9 +241,8 @@ class Server(HttpServer):
         """
         if self._draining:
             raise ApiError("the server is ending; use another", 503, "unavailable")
-        loop, body = asyncio.get_running_loop(), await self.read_bytes(request)
-        # Parses in a thread, because encoding a long prompt would delay other responses.
-        parsed = await loop.run_in_executor(None, self._read, read, body)
+        loop = asyncio.get_running_loop()
+        parsed = await self._read_in_thread(request, read)
         count = len(parsed.requests)
         if self._active + count > self.config.max_requests:
             raise ApiError(
@@ -278,39 +276,21 @@ class Server(HttpServer):
         await response.prepare(request)
         # A client that has disconnected is no error of the server; `_answer` cancels its requests.
         with contextlib.suppress(ConnectionResetError):
-            await self._send_events(response, reply, pending)
+            await send_events(
+                response.write, reply, pending, lambda: self._check_failed(pending.handles)
+            )
+            await response.write_eof()
         return response
 
-    async def _send_events(
-        self, response: web.StreamResponse, reply, pending: "PendingRequests"
-    ) -> None:
-        """Sends all events of a stream. Raises ConnectionResetError if the client has disconnected."""
+    async def _read_in_thread(self, request: web.Request, read) -> ParsedRequest:
+        """Parses a request's body in a thread, because encoding a long prompt would delay other responses.
 
-        async def send(objects):
-            for one in objects:
-                await response.write(_event(one, json_bytes(one), reply.has_named_events))
-
-        loop, num_sent = asyncio.get_running_loop(), [0] * len(pending.handles)
-        await send(reply.first())
-        async for indices in pending.updates():
-            for index in indices:
-                # For a slow client tokens accumulate, and their log-probs take long to encode.
-                num_tokens = pending.handles[index].num_tokens
-                is_large = reply.is_cumulative or num_tokens - num_sent[index] > _MAX_INLINE_TOKENS
-                num_sent[index] = num_tokens
-                if is_large:
-                    for event in await loop.run_in_executor(None, _large_events, reply, index):
-                        await response.write(event)
-                else:
-                    await send(reply.piece(index))
-        try:
-            self._check_failed(pending.handles)
-            await send(reply.last())
-        except ApiError as error:
-            await send(reply.failed(error))
-        if not reply.has_named_events:
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        The body is gone afterwards, because thousands of requests may wait for the engine.
+        """
+        body = await self.read_bytes(request)
+        parsed = await asyncio.get_running_loop().run_in_executor(None, self._read, read, body)
+        self.forget_body(request)
+        return parsed
 
     def _read(self, read, body: bytes) -> ParsedRequest:
         """Parses a body with a method of `Reader` and checks its requests. Raises ApiError."""
@@ -467,18 +447,6 @@ class Server(HttpServer):
                 "weight_version": str(engine.version),
             }
         )
-
-
-def _event(value: Mapping, data: bytes, is_named: bool) -> bytes:
-    """Returns a server-sent event of a value with this JSON."""
-    name = b"event: " + value["type"].encode() + b"\n" if is_named else b""
-    return name + b"data: " + data + b"\n\n"
-
-
-def _large_events(reply: replies.ReplyForm, index: int) -> list[bytes]:
-    """Returns the events of a piece of many tokens. It is slow, so call it outside the event loop."""
-    is_named = reply.has_named_events
-    return [_event(one, encode_in_pieces(one), is_named) for one in reply.piece(index)]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 
 from glm5_jax.checkpoint import hf_import
+from glm5_jax.checkpoint.hf_files import open_tensors
 from glm5_jax.checkpoint.manifest import FILE, Manifest, Tensor, checksum
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
@@ -389,7 +390,7 @@ def _open_tensors(path: str, manifest: Manifest, cfg) -> dict:
     Raises ValueError unless they match the manifest, and it fits the model.
     """
     manifest.check(cfg)
-    stored = hf_import.open_tensors(path)
+    stored = open_tensors(path)
     wrong = [f"{name} is missing" for name in manifest.tensors if name not in stored]
     for name, tensor in manifest.tensors.items():
         if name in stored:

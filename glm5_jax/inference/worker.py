@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.runner import WeightsLost
+from glm5_jax.inference.engine_weights import WeightsLost
 from glm5_jax.runtime.console import ProgressBar
 
 _PAUSED_POLL_S = 0.05
@@ -66,7 +66,7 @@ class Worker:
         try:
             self._compile()
             self._step_until_stopped()
-        except Exception as error:
+        except BaseException as error:  # a panic of native code is no Exception
             self.failure = error
             _log.exception("the engine has failed")
             self.engine.fail()
@@ -121,3 +121,5 @@ def _run_call(function, future: concurrent.futures.Future, engine: Engine) -> No
         future.set_exception(error)
         if isinstance(error, WeightsLost):
             raise
+    except BaseException as error:  # a panic of native code
+        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -159,6 +159,10 @@ class RlConfig(StageConfig):
         super().check_rows(region)
 
     @property
+    def max_processes(self) -> int | None:
+        return 1  # the engine of the rollouts runs in the trainer's process
+
+    @property
     def streams(self) -> tuple[str, ...]:
         return tuple(name for name in STREAMS if name != "weight_version")
 

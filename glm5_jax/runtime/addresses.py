@@ -1,6 +1,7 @@
 """Parses and classifies the hosts that servers listen at and that requests name."""
 
 import ipaddress
+import re
 import socket
 from urllib.parse import urlsplit
 
@@ -11,6 +12,19 @@ def netloc_of(url: str) -> str | None:
         return urlsplit(url).netloc
     except ValueError:
         return None
+
+
+def check_url(name: str, url: str) -> None:
+    """Raises ValueError unless it is the URL of a server."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if the port is not a number
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_url = is_url and not re.search(r"[\s\x00-\x1f\x7f]", url)  # urlsplit drops some of these
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ValueError(f"{name} is {url!r}, which is no URL; give one such as http://HOST:PORT")
 
 
 def host_of(host: str) -> str | None:

@@ -7,12 +7,7 @@ import dataclasses
 import errno
 import gc
 import hmac
-import json
 import logging
-import math
-import os
-import pathlib
-import re
 import resource
 import signal
 import socket
@@ -20,9 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
 from glm5_jax.runtime import json_body
@@ -35,13 +28,16 @@ from glm5_jax.runtime.addresses import (
     machine_names,
     netloc_of,
 )
+from glm5_jax.runtime.api_keys import load_api_key
 from glm5_jax.runtime.json_body import JsonLimits
+from glm5_jax.runtime.json_encoding import json_bytes
 from glm5_jax.runtime.ready_file import write_port_file
 from glm5_jax.runtime.utilization import UtilizationRecorder
 
 _MAX_MESSAGE, _MAX_PARAM = 2000, 200  # characters of an error
-_KEY = re.compile("[!-~]+")  # characters that a header can hold
 _BACKLOG = 128  # connections that wait to be accepted, as in aiohttp
+_SMALL_BODY_BYTES = 2**16  # bodies up to this size do not count as large
+_MAX_BODIES = 64  # bodies of the largest size whose memory all large bodies share
 _LINGERING_S = 10.0  # reading the rest of a rejected body, so that its client sees the reply
 FULL_DISK_RETRY_S = 1.0  # between two tries to write to a full disk
 _SHUTDOWN_S = 2.0  # time that connections have to close after all replies are sent
@@ -98,26 +94,6 @@ def read_json(body: bytes, limits: JsonLimits = JsonLimits()) -> Any:
         raise ApiError(str(error), code=error.code) from None
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
-
-
-def read_key(file: str | os.PathLike, name: str = "api_key_file") -> str:
-    """Returns the API key in a file. Raises ValueError, with the option's name, if there is none."""
-    try:
-        key = pathlib.Path(file).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name} {file} cannot be read ({error}); name a file") from None
-    if not _KEY.fullmatch(key):
-        raise ValueError(
-            f"{name} {file} must hold the key and nothing else: letters, digits and punctuation of ASCII, no spaces"
-        )
-    return key
-
-
-def load_api_key(config: Any) -> str | None:
-    """Returns the API key of a config with the fields api_key and api_key_file. Raises ValueError if the file holds none."""
-    if config.api_key is None and config.api_key_file is not None:
-        return read_key(config.api_key_file)
-    return config.api_key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,19 +164,6 @@ def find_free_port(host: str = "127.0.0.1") -> int:
         return probe.getsockname()[1]
 
 
-def check_url(name: str, url: str) -> None:
-    """Raises ValueError unless it is the URL of a server."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError if the port is not a number
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_url = is_url and not re.search(r"[\s\x00-\x1f\x7f]", url)  # urlsplit drops some of these
-    except ValueError:
-        is_url = False
-    if not is_url:
-        raise ValueError(f"{name} is {url!r}, which is no URL; give one such as http://HOST:PORT")
-
-
 class HttpServer:
     """HTTP server of the handlers in `routes`.
 
@@ -217,6 +180,9 @@ class HttpServer:
         self.port: int | None = None
         self.api_key = load_api_key(config)
         self._active = 0  # requests that `drain` waits for
+        # Bytes of large bodies, by the identity of their requests, and their sum.
+        self._held_by_request: dict[int, int] = {}
+        self._num_held_bytes = 0
         self._draining = False
         self._stop: asyncio.Event | None = None  # of `serve`
         self._machine_names: frozenset[str] = frozenset()
@@ -233,6 +199,11 @@ class HttpServer:
     def accepted_keys(self) -> tuple[str, ...]:
         """The keys of which clients must send one; empty: no key is needed."""
         return () if self.api_key is None else (self.api_key,)
+
+    @property
+    def num_active(self) -> int:
+        """Number of requests that `drain` waits for."""
+        return self._active
 
     @property
     def failed(self) -> bool:
@@ -295,7 +266,9 @@ class HttpServer:
 
     def _record_utilization(self) -> contextlib.AbstractContextManager:
         path = self.config.utilization_file
-        return UtilizationRecorder(path, lambda: self._active) if path else contextlib.nullcontext()
+        return (
+            UtilizationRecorder(path, lambda: self.num_active) if path else contextlib.nullcontext()
+        )
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[int]:
@@ -364,6 +337,9 @@ class HttpServer:
     async def read_bytes(self, request: web.Request, max_bytes: int | None = None) -> bytes:
         """Returns the body of a request. Raises ApiError if it is too long or does not arrive in time.
 
+        All large bodies together may have the size of `_MAX_BODIES` of the largest ones. A body counts until
+        `forget_body`, or until its request has ended.
+
         max_bytes: maximum size, in bytes; None: that of the config.
         """
         max_bytes = max_bytes or self.config.max_body_bytes
@@ -376,6 +352,8 @@ class HttpServer:
                     body += chunk
                     if len(body) > max_bytes:
                         raise _too_long(max_bytes)
+                    if len(body) > _SMALL_BODY_BYTES:
+                        self._hold_memory(request, len(body), _MAX_BODIES * max_bytes)
         except web.RequestPayloadError as error:
             reason = " ".join(str(error).split())
             raise ApiError(
@@ -388,6 +366,23 @@ class HttpServer:
                 "timeout",
             ) from None
         return bytes(body)
+
+    def _hold_memory(self, request: web.Request, num_bytes: int, max_bytes: int) -> None:
+        """Counts the bytes of a request's body. Raises ApiError if all bodies together have more than `max_bytes`."""
+        added = num_bytes - self._held_by_request.get(id(request), 0)
+        if self._num_held_bytes + added > max_bytes:
+            raise ApiError(
+                f"the bodies that are being read have {self._num_held_bytes} bytes, and this one has no room; send a "
+                "smaller one, or try again later",
+                429,
+                "overloaded",
+            )
+        self._num_held_bytes += added
+        self._held_by_request[id(request)] = num_bytes
+
+    def forget_body(self, request: web.Request) -> None:
+        """Records that the body of a request is no longer in memory."""
+        self._num_held_bytes -= self._held_by_request.pop(id(request), 0)
 
     async def read_body(
         self,
@@ -404,16 +399,19 @@ class HttpServer:
         if len(body) <= json_body.MAX_SINGLE_PASS_BYTES:
             return read(read_json(body, limits))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, lambda: read(read_json(body, limits)))
+        try:
+            return await loop.run_in_executor(None, lambda: read(read_json(body, limits)))
+        finally:
+            self.forget_body(request)
 
     async def drain(self) -> None:
         """Rejects new requests, and waits at most `grace_s` for the running ones."""
         self._draining = True
         deadline = time.monotonic() + self.config.grace_s
-        while self._active and time.monotonic() < deadline:
+        while self.num_active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        if self._active:
-            _log.warning("%d requests are cut off after %s s", self._active, self.config.grace_s)
+        if self.num_active:
+            _log.warning("%d requests are cut off after %s s", self.num_active, self.config.grace_s)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler):
@@ -441,6 +439,8 @@ class HttpServer:
             _log.exception("%s %s", request.method, request.path)
             failure = ApiError("the server has failed; its log says why", 500, "internal")
             return self.error_response(request, failure)
+        finally:
+            self.forget_body(request)
 
     def _admit(self, request: web.Request) -> None:
         # Not `request.host`, which asks a name server if there is no such header, while all requests wait. Browsers
@@ -488,41 +488,6 @@ def _paths(app: web.Application) -> list[tuple[str, list[str]]]:
         if route.method in paths and route.resource is not None:
             paths[route.method].append(route.resource.canonical)
     return list(paths.items())
-
-
-def json_bytes(value: Any) -> bytes:
-    """Encodes a value as JSON on one line; structs of msgspec become objects without the fields that have their default.
-
-    Unpaired surrogates become "?", numbers that are not finite null.
-    """
-    try:
-        text = _dump(value)
-    except ValueError:
-        text = _dump(_finite(value))
-    return text.encode("utf-8", "replace")
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=False,
-        separators=(",", ":"),
-        allow_nan=False,
-        default=msgspec.to_builtins,
-    )
-
-
-def _finite(value: Any) -> Any:
-    """Returns a value with None instead of Infinity and NaN, which JSON lacks."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, msgspec.Struct):
-        return _finite(msgspec.to_builtins(value))
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

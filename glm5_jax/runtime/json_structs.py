@@ -1,10 +1,12 @@
-"""Decodes JSON values to typed messages, for every HTTP server; `http_server.json_bytes` encodes messages.
+"""Decodes JSON values to typed messages, for every HTTP server; `json_encoding.json_bytes` encodes messages.
 
 A message is a `JsonStruct`: its fields have types, and ranges as `msgspec.Meta`. `decode` works in two steps.
 
 1. It prepares the value: it leaves out null fields, because they mean the default. It rejects unknown fields and lists
    that are too long before any other code reads them. It converts whole numbers such as 2.0 of integer fields to int.
 2. `msgspec.convert` checks types and ranges, and creates the struct. Values of fields of type `Any` are not copied.
+
+A long list of numbers in a large body is a `NumberList`. Handlers get a list instead, except in fields of type `Numbers`.
 
 An invalid value raises an `ApiError` that names the field and the value.
 """
@@ -36,6 +38,9 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveInteger = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 Number = Annotated[float, Meta(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
 Seconds = Annotated[float, Meta(ge=0, le=_MAX_NUMBER)]
+_KEEPS_NUMBER_LISTS = "keeps_number_lists"
+# Any value, in which long lists of numbers stay text (`NumberList`) until the handler reads them.
+Numbers = Annotated[Any, Meta(extra={_KEEPS_NUMBER_LISTS: True})]
 
 
 class JsonStruct(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -76,7 +81,7 @@ def decode(value: Any, kind: type[_Message], *, ignore_neutral: bool = False) ->
     prepared = _prepare_fields(kind, value, "", ignore_neutral)
     try:
         return msgspec.convert(prepared, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for lone surrogates
         explained = next(_explain(prepared, inspect.type_info(kind)), None)
         raise explained or ApiError(str(error)) from None
 
@@ -88,7 +93,9 @@ def _preparer(kind: inspect.Type) -> _Prepare | None:
     """Returns the function that prepares values of a type; None: they need no preparation."""
     match kind:
         case inspect.Metadata():
-            return _preparer(kind.type)
+            return None if (kind.extra or {}).get(_KEEPS_NUMBER_LISTS) else _preparer(kind.type)
+        case inspect.AnyType():
+            return _prepare_any
         case inspect.StructType():
             assert issubclass(kind.cls, JsonStruct), f"{kind.cls} must be a subclass of JsonStruct"
             return functools.partial(_prepare_fields, kind.cls)
@@ -187,6 +194,24 @@ def _prepare_values(
     if prepare is None:
         return value
     return {name: prepare(item, _join(path, name), ignore_neutral) for name, item in value.items()}
+
+
+def _prepare_any(value: Any, path: str, ignore_neutral: bool) -> Any:
+    """Returns a value with lists in place of each `NumberList`, which no other code could encode or index."""
+    holder = [value]
+    waiting: list[dict | list] = [holder]  # no recursion, because small bodies may be deeply nested
+    try:
+        while waiting:
+            container = waiting.pop()
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            for key, item in items:
+                if isinstance(item, NumberList):
+                    container[key] = list(item)
+                elif isinstance(item, dict | list):
+                    waiting.append(item)
+    except ValueError as error:  # from a NumberList, whose text is parsed only now
+        raise _api_error(path, str(error)) from None
+    return holder[0]
 
 
 def _prepare_integer(value: Any, path: str, ignore_neutral: bool) -> Any:

@@ -20,8 +20,8 @@ def make_printable(text: str) -> str:
 
 
 def print_error(error: object) -> None:
-    """Prints an error as one line on standard error."""
-    text = make_printable(" ".join(str(error).split()))
+    """Prints an error on standard error, with its line breaks."""
+    text = make_printable(str(error).strip())
     cut = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]} ..."
     print("error:", cut, file=sys.stderr)
 

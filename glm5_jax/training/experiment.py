@@ -110,6 +110,11 @@ class StageConfig:
         check_batch(self.first_batch_rows, self.row_length, region)
 
     @property
+    def max_processes(self) -> int | None:
+        """Returns the maximum number of processes that train the stage; None: any number."""
+        return None
+
+    @property
     def streams(self) -> tuple[str, ...]:
         """Returns the streams of a record that the learner reads."""
         return "token_ids", "loss_mask", "ce_weight"
@@ -203,7 +208,12 @@ def check_resume(workdir, config) -> None:
     path = pathlib.Path(workdir) / "config.json"
     if not path.exists():
         return
-    before = dict(_flat(json.loads(path.read_text())))
+    try:
+        before = dict(_flat(json.loads(path.read_text())))
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not the configuration of a run ({error}); restore it, or use another --workdir"
+        ) from error
     now = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
     names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
     changed = [n for n in names if not n.startswith(config.changeable_on_resume)]

@@ -91,7 +91,8 @@ def train(
 
     Args:
       step: step(state, batch) -> (state, metrics); it may donate its state.
-      loader: loader.next(batch_size) returns this host's part of a batch as NumPy arrays.
+      loader: loader.next(batch_size) returns this host's part of a batch as NumPy arrays; None, on all hosts, if a stop
+        was requested before a batch arrived.
       place: puts a batch onto the devices.
       batch_size: batch_size(tokens_seen) -> number of rows.
       evaluate: evaluate(state, n) -> numbers to record after n steps; None: no evaluation.
@@ -104,12 +105,24 @@ def train(
       SaveError: a checkpoint cannot be written.
     """
     done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
+    saved = done
+
+    def save() -> None:
+        recorder.flush()  # a checkpoint's rows are on disk before the checkpoint is
+        store.save(state, loader.state(), {"counters": dataclasses.asdict(recorder.counters)})
+
     try:
         if evaluate and evaluate_first:
             recorder.note(done, evaluate(state, done))
             recorder.restart_clock()
         while done < steps and not stopping:
-            batch = place(_next(loader, batch_size(seen), done))
+            rows = _next(loader, batch_size(seen), done)
+            if rows is None:
+                recorder.settle()
+                if done > saved:
+                    save()
+                break
+            batch = place(rows)
             state, metrics = step(state, batch)
             tokens = batch["token_ids"].size
             done, seen = done + 1, seen + tokens
@@ -127,10 +140,8 @@ def train(
             if sample and sampling:
                 recorder.print(sample(state, done))
             if saving:
-                recorder.flush()  # a checkpoint's rows are on disk before the checkpoint is
-                store.save(
-                    state, loader.state(), {"counters": dataclasses.asdict(recorder.counters)}
-                )
+                save()
+                saved = done
             recorder.restart_clock()
         store.wait()
     except TrainingStopped as error:
@@ -150,9 +161,9 @@ def _is_due(done: int, interval: int) -> bool:
     return interval > 0 and done % interval == 0
 
 
-def _next(loader, batch_size: int, step: int) -> dict:
-    """Returns this host's part of a batch. Raises TrainingStopped on all hosts if one cannot read its part."""
-    batch: dict = {}
+def _next(loader, batch_size: int, step: int) -> dict | None:
+    """Returns this host's part of a batch, as `loader.next`. Raises TrainingStopped on all hosts if one cannot read it."""
+    batch: dict | None = {}
     problem = None
     try:
         batch = loader.next(batch_size)

@@ -51,9 +51,12 @@ class Evaluator(Protocol):
 
 
 class BatchSource(Protocol):
-    """Source of batches; `data.loader.Loader` documents its methods."""
+    """Source of batches; `data.loader.Loader` documents its methods.
 
-    def next(self, batch_size: int) -> Batch: ...
+    next() may return None, in all processes, if a stop was requested before a batch arrived.
+    """
+
+    def next(self, batch_size: int) -> Batch | None: ...
 
     def state(self) -> dict: ...
 

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference import serving_cost
+from glm5_jax.inference.engine_weights import to_compute_form
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.inference.runner import to_compute_form
 from glm5_jax.inference.serving_cost import Serving, TokenCost
 from glm5_jax.inference.shapes import EngineShapes, resolve_shapes
 from glm5_jax.inference.step_arrays import SamplingVariant

@@ -1,9 +1,19 @@
 """Output projection and cross-entropy on Hopper: tiles of logits stay in registers and are reduced there.
 
-Grid: one block per (128 rows, stretch of the vocabulary). One warpgroup loads, two multiply: 87 FLOP per byte
-that reaches a multiprocessor. Consecutive blocks cover few groups of rows and several stretches, so that their
-joint input fits the L2 cache. At GLM-5's sizes this is 25 MB of hidden states, which stay for the full stretch,
-and 25 MB of the head, which is read four times in total.
+Grid: (block,): one per 128 rows and stretch of up to 8 tiles of 256 words. Consecutive blocks cover few groups of
+rows and several stretches, so that their joint input fits the L2 cache. At GLM-5's sizes this is 25 MB of hidden
+states, which stay for the full stretch, and 25 MB of the head, which is read four times in total.
+
+Shared memory: a ring of four stages of hidden states [128 64] and head [64 256], 192 KiB in bfloat16. Registers: logits
+float32[64 256] of each compute warpgroup, 128 per thread. 87 FLOP per byte that reaches a multiprocessor.
+
+Phases of a program:
+
+- Loader warpgroup: fills the ring along the width of the model, tile after tile of the stretch.
+- Two compute warpgroups, 64 rows each: per tile the product, then an online log-sum-exp and the target's logit.
+
+Each stretch writes its maximum, its sum and the target's logit (0 if it is elsewhere); XLA merges the stretches.
+Padding: rows to 128, width to 64, words to 256; words after the last are HIDDEN.
 
 The backward is XLA's, as on a TPU: three products, 47 TFLOP for 8192 rows of GLM-5, or 59 ms at the 788 TFLOP/s
 that an H200 reaches. XLA for GPUs writes the logits in float32, reads them to compute their gradient, writes
@@ -190,6 +200,7 @@ def _body(
         row_of, column_of = hopper.ROW_OF, hopper.COLUMN_OF
         target = ops.load(targets, (target_rows,), layout=row_of)
 
+        # Product of one tile: stages are released one step late, so that tensor cores never wait for an arrival.
         def logits_of(tile, acc):
             @pl.loop(0, steps)
             def _(step):
@@ -206,6 +217,7 @@ def _body(
             plgpu.barrier_arrive(free.at[lax.rem(tile * steps + (steps - 1), jnp.int32(STAGES))])
             return acc[...]
 
+        # Online statistics of one tile; the target's logit is in exactly one of them.
         def step(tile, carry):
             top, total, target_logit = carry
             logits = pl.run_scoped(

@@ -1,9 +1,23 @@
 """Output projection and cross-entropy on a TPU: logits are tiles in VMEM and are reduced there.
 
-Grid: (block of rows, block of the vocabulary). The backward is XLA's. It computes the gradient of the logits
-inside the product that recomputes them, so that three products and one array [m v] in the input's dtype remain.
-A kernel that keeps that array on the chip would have to recompute the logits for the second gradient, a fourth
-product.
+Grid: (block of rows, block of the vocabulary), the blocks of the vocabulary innermost and in order.
+
+Blocks, for d = 6144 in bfloat16, double-buffered by the pipeline: hidden states [1024 d] (12 MiB), head [d 512]
+(6 MiB), targets and results [1024 1]. Scratch VMEM: running maximum, sum of exponentials and target's logit
+float32[1024 1] each. The logits of 256 rows at a time, float32[256 512] (512 KiB), are the only ones that exist.
+
+Phases of a program:
+
+1. First block of the vocabulary: reset the three statistics.
+2. For each piece of 256 rows: logits, online log-sum-exp, and the logit of the target where it is in this block.
+3. Last block of the vocabulary: write log partition and negative log-likelihood.
+
+Padding: none in memory. Words after the last are masked; rows after the last are computed from undefined numbers and
+not written.
+
+The backward is XLA's. It computes the gradient of the logits inside the product that recomputes them, so that three
+products and one array [m v] in the input's dtype remain. A kernel that keeps that array on the chip would have to
+recompute the logits for the second gradient, a fourth product.
 """
 
 import functools

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import backends
 from pallas_kernels.custom_gradients import custom_vjp
+from pallas_kernels.mask import check_segments
 
 
 class Static(NamedTuple):
@@ -54,16 +55,22 @@ def flash_mla(
     If k and v are the same array, the Pallas forms read it once.
 
     block: queries per step of the XLA form. implementation: see `backends.select_backend`. Raises ValueError if
-    the heads do not match or the window is not positive.
+    shapes or heads do not match or the window is not positive.
     """
-    b, t, n, _ = q.shape
+    b, t, n, x = q.shape
     heads = k.shape[2]
+    if (k.shape[0], k.shape[3]) != (b, x) or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"flash_mla: queries {q.shape}, keys {k.shape} and values {v.shape}; it takes [b t n x], "
+            "[b s m x] and [b s m y]"
+        )
     if n % heads:
         raise ValueError(
             f"flash_mla: {n} heads of queries over {heads} of keys; it must divide them"
         )
     if window is not None and window < 1:
         raise ValueError(f"flash_mla: window {window}; it must be positive, or None for all keys")
+    check_segments("flash_mla", q_segments, k_segments, (b, t), k.shape[:2])
     shared = v is k
     grouped = q.reshape(b, t, heads, n // heads, -1).transpose(0, 2, 3, 1, 4)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)

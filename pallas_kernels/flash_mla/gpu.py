@@ -5,12 +5,17 @@ of key tiles that causality and the documents allow, and inside it a range witho
 block, computed by XLA outside of the kernels. If there are too few blocks for all multiprocessors, as in
 decoding, a block's range is split, and XLA merges the results of the pieces.
 
-The backward visits every tile pair twice: once for the queries' gradient, with the rows' sums in registers, and
-once for the keys' and values', with theirs. This takes seven products instead of five, but no sum depends on
-which block finishes first, and only the results go to memory.
+Forward: `gpu_forward.attend` for heads of up to 256 columns, `gpu_forward_wide.attend_wide` for latents.
+
+The backward (`gpu_backward`) visits every tile pair twice: once for the queries' gradient, with the rows' sums in
+registers, and once for the keys' and values', with theirs. This takes seven products instead of five, but no sum
+depends on which block finishes first, and only the results go to memory.
 
 Heads wider than 256 are for decoding over latents. Their backward, which none of our models runs, is XLA's: dk
 and dv of 64 keys would be 64 x 1152 numbers, more than the registers of a multiprocessor.
+
+Padding, all by zeros: rows to full blocks, keys to full tiles, columns to multiples of 64 (to one width for queries,
+keys, values and gradients in the backward). Keys after the last are masked, and rows after the last cut off.
 """
 
 from typing import Any
@@ -26,12 +31,10 @@ from pallas_kernels.flash_mla.gpu_forward import (
     GROUPS,
     KEYS,
     ROWS,
-    SEPARATE_KEYS,
     KeyVisibility,
     attend,
-    attend_wide,
-    num_parts,
 )
+from pallas_kernels.flash_mla.gpu_forward_wide import SEPARATE_KEYS, attend_wide, num_parts
 from pallas_kernels.flash_mla.tile_schedule import Tiling
 from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.numerics import LOG2E, join_pieces

@@ -1,16 +1,22 @@
 """Kernels of `gpu.backward`: gradients with their sums in registers, from recomputed probabilities.
 
-`sum_for_queries`: grid (batch, head, block of 128 rows), the last blocks first. Shared memory holds the rows of
-queries and of the output's gradient, and a ring of key and value tiles.
+`sum_for_queries`: grid (batch, head, block of 128 rows), the last blocks first. At 256 columns of bfloat16, shared
+memory holds the rows of queries and of the output's gradient (64 KiB each), and a ring of three tiles [64 256] of keys
+and values (96 KiB).
 
 - A loader warpgroup copies keys and values of the block's range alternately.
-- Two compute warpgroups, 64 rows each: logits, probabilities, ds = p (dp - delta), dq += ds k.
+- Two compute warpgroups, 64 rows each: logits, probabilities, ds = p (dp - delta), dq += ds k. The sums
+  float32[64 256] take 128 registers per thread.
 
-`sum_for_keys`: grid (batch, key head, tile of keys). Shared memory holds the tile's keys and values, and rings of
-queries and of the output's gradient.
+`sum_for_keys`: grid (batch, key head, tile of 64 keys). Shared memory holds the tile's keys and values (32 KiB each),
+rings of two tiles of 64 rows of queries and of the output's gradient (64 KiB each) with their statistics, and
+float32 probabilities [64 64] (16 KiB).
 
 - A loader warpgroup copies the rows that see the tile, of all heads that share the keys.
-- One compute warpgroup sums dv += p^T dout, the other dk += ds^T q.
+- One compute warpgroup sums dv += p^T dout and writes p to shared memory, the other reads it and sums dk += ds^T q.
+
+Padding: a row after the last, or one that sees nothing, has an infinite log-sum-exp and so probabilities of 0; keys
+after the last are masked.
 """
 
 from typing import Any
@@ -91,6 +97,7 @@ def sum_for_queries(
         # Compute warpgroups: recompute the probabilities and sum dq.
         def add():
             plgpu.set_max_registers(240, action="increase")
+            # This warpgroup's rows and their statistics.
             my_queries, my_douts = queries.at[role], douts.at[role]
             my_rows = pl.ds(block * size + role * ROWS, ROWS)
             arrived = rows_in.at[role]
@@ -108,6 +115,7 @@ def sum_for_queries(
                     ops, logits, tile * KEYS, last, q_ids, segments and segments[1], b
                 )
 
+            # One tile of keys. The product with the values starts from -delta: that saves a subtraction.
             def step(i, acc):
                 keys = tiles.wait(2 * i)
                 logits = ops.dot(ops.zeros(shape), my_queries, keys, b_transposed=True)
@@ -124,6 +132,7 @@ def sum_for_queries(
                 return acc
 
             acc = lax.fori_loop(0, count, step, ops.zeros((ROWS, x)))
+            # No product reads the queries any more, so their buffer can hold the output on its way to memory.
             store_tile(acc * scale, my_queries, dq_ref.at[b, h, my_rows])
 
         lax.cond(role == GROUPS, load, add)
@@ -206,6 +215,7 @@ def sum_for_keys(
         # First compute warpgroup: probabilities and dv.
         def sum_values():
             plgpu.set_max_registers(240, action="increase")
+            # The tile of keys and its segments.
             plgpu.copy_gmem_to_smem(k_ref.at[b, head, key_slice], keys, tile_in.at[0])
             key_ids: Any = (
                 ops.load(segments[1], (b, key_slice), layout=ROW_OF) if segments else None
@@ -225,6 +235,7 @@ def sum_for_keys(
                     )
                 return jnp.where(is_visible, logits, HIDDEN)
 
+            # One tile of rows. The queries are released before the softmax; the other warpgroup still reads them.
             def step(i, acc):
                 rows = queries.wait(i)
                 logits = ops.dot(ops.zeros(shape), keys, rows, b_transposed=True) * (scale * LOG2E)

@@ -1,11 +1,19 @@
-"""Kernels of `gpu.forward`: a block of rows against its range of key tiles.
+"""Kernel of `gpu.forward` for heads of up to 256 columns, and the shared parts of the kernels over key tiles.
 
-`attend` is for heads of up to 256 columns: two warpgroups have 64 rows each, with their sums in registers, and
-visit the same tiles, which a third one copies. The softmax of one runs during the products of the other.
-`attend_wide` is for latents of up to 576 columns: the sums of 64 rows are spread over several warpgroups.
+Grid: (batch, head, block), the blocks with the most keys first. A block is 128 rows against its range of tiles of 64
+keys. At 256 columns of bfloat16, shared memory holds the queries [2 64 256] (64 KiB) and rings of two tiles of keys and
+of values [64 256] (64 KiB each).
+
+- A loader warpgroup copies the tiles of keys and values.
+- Two compute warpgroups, 64 rows each, visit the same tiles: logits, masking where the range asks for it, online
+  softmax, sums of the values. The sums float32[64 256] take 128 registers per thread. The softmax of a tile runs
+  during the products of the next.
+
+The output passes through the queries' buffer. A row that sees nothing gives 0 and an infinite log-sum-exp.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,21 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import compat, hopper
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
-from pallas_kernels.sparse_flash_attention.gpu_forward import PIECE
 
 ROWS = 64  # rows of one product of a warpgroup
 GROUPS = 2  # warpgroups of `attend` that have rows
 KEYS = 64  # keys of a tile: two tiles of 64 KB, keys and values, and 64 KB of queries
-SEPARATE_KEYS = 32  # keys of a tile of `attend_wide`, if the values are not the keys
 STAGES = 2
-# Registers (of a thread that computes weights, of one that sums) by the number of summing warpgroups. Together they
-# are all registers that a block starts with, 168 or 128 per thread.
-REGISTERS = {2: (104, 200), 3: (104, 136)}
 # Layouts of one number per row and per column.
 ROW_OF, COLUMN_OF = hopper.ROW_OF, hopper.COLUMN_OF
 
@@ -56,12 +60,12 @@ class KeyRange(NamedTuple):
     unmasked_end: Any
 
     @classmethod
-    def load(cls, ranges, b, block):
+    def load(cls, ranges: hopper.Ref, b, block) -> "KeyRange":
         """Loads the range of a block of batch row b."""
         row = b if ranges.shape[0] > 1 else 0
         return cls(*(ranges[row, block, i] for i in range(4)))
 
-    def masked(self, tile, value, mask):
+    def masked(self, tile, value: Array, mask: Callable) -> Array:
         """Returns mask(value) where some keys of the tile are hidden, else value."""
         partly = (tile < self.unmasked_begin) | (tile >= self.unmasked_end)
         return lax.cond(partly, mask, lambda x: x, value)
@@ -79,14 +83,14 @@ class TileRing(NamedTuple):
         """Returns the stage of tile i."""
         return lax.rem(i, jnp.int32(self.tiles.shape[0]))
 
-    def copy(self, i, source, extras=None):
+    def copy(self, i, source: hopper.Ref, extras: hopper.Ref | None = None) -> None:
         """Copies tile i and its extras; the stage must be free."""
         stage = self.stage(i)
         plgpu.copy_gmem_to_smem(source, self.tiles.at[stage], self.full.at[stage])
         if extras is not None:
             plgpu.copy_gmem_to_smem(extras, self.extras.at[stage], self.full.at[stage])
 
-    def fill(self, i, source, extras=None):
+    def fill(self, i, source: hopper.Ref, extras: hopper.Ref | None = None) -> None:
         """Waits until the stage of tile i is free, then copies the tile and its extras."""
 
         @pl.when(i >= self.tiles.shape[0])
@@ -95,17 +99,17 @@ class TileRing(NamedTuple):
 
         self.copy(i, source, extras)
 
-    def wait(self, i):
+    def wait(self, i) -> hopper.Ref:
         """Waits for tile i and returns its view."""
         stage = self.stage(i)
         plgpu.barrier_wait(self.full.at[stage])
         return self.tiles.at[stage]
 
-    def release(self, i):
+    def release(self, i) -> None:
         """Signals that this warpgroup has finished with tile i."""
         plgpu.barrier_arrive(self.free.at[self.stage(i)])
 
-    def drain(self, count):
+    def drain(self, count) -> None:
         """Waits for the readers of the last of `count` tiles; a waiting warpgroup must wait for all arrivals."""
 
         @pl.loop(0, jnp.minimum(count, self.tiles.shape[0]))
@@ -114,8 +118,8 @@ class TileRing(NamedTuple):
 
 
 def ring(
-    tile,
-    dtype,
+    tile: tuple[int, int],
+    dtype: DTypeLike,
     *,
     readers: int = 0,
     stages: int = STAGES,
@@ -134,10 +138,18 @@ def ring(
     )
 
 
-def mask_hidden(ops, logits, first, last, q_ids, segments, b):
+def mask_hidden(
+    ops: hopper.Ops,
+    logits: Float[Array, "r c"],
+    first,
+    last: Int32[Array, " r"],
+    q_ids: Int32[Array, " r"] | None,
+    segments: hopper.Ref | None,
+    b,
+) -> Float[Array, "r c"]:
     """Returns logits [r c] with HIDDEN for keys, from `first` on, that a row does not see.
 
-    last int32[r]; q_ids int32[r] or None: segments of the rows; segments: ref of the segments of all keys.
+    last: last key of each row. q_ids: segments of the rows, or None. segments: those of all keys.
     """
     column = ops.cast(lax.broadcasted_iota(jnp.int32, logits.shape, 1))
     is_visible = column <= hopper.broadcast_rows(last - first, logits.shape)
@@ -150,7 +162,9 @@ def mask_hidden(ops, logits, first, last, q_ids, segments, b):
     return jnp.where(is_visible, logits, HIDDEN)
 
 
-def softmax_step(logits, top, total):
+def softmax_step(
+    logits: Float[Array, "r c"], top: Float[Array, " r"], total: Float[Array, " r"]
+) -> tuple[Float[Array, "r c"], Float[Array, " r"], Float[Array, " r"], Float[Array, " r"]]:
     """Adds logits [r c] to an online softmax: (p, factor of the previous sums, top, total)."""
     new_top = jnp.maximum(top, jnp.max(logits, axis=1))
     p = jnp.exp2(logits - hopper.broadcast_rows(new_top, logits.shape))
@@ -158,7 +172,9 @@ def softmax_step(logits, top, total):
     return p, factor, new_top, total * factor + jnp.sum(p, axis=1)
 
 
-def softmax_end(top, total):
+def softmax_end(
+    top: Float[Array, " r"], total: Float[Array, " r"]
+) -> tuple[Float[Array, " r"], Float[Array, " r"], Float[Array, " r"]]:
     """Returns (1 / total, lse, largest logit) of rows; 0, infinity and HIDDEN for rows without visible keys."""
     has_keys = top > HIDDEN / 2
     largest = jnp.where(has_keys, top * (1 / LOG2E), HIDDEN)
@@ -213,6 +229,7 @@ def attend(
         # Compute warpgroups: online softmax over the range.
         def add():
             plgpu.set_max_registers(240, action="increase")
+            # This warpgroup's rows, and what they see.
             my_queries = queries.at[role]
             row_slice = pl.ds(lax.div(block, jnp.int32(cuts)) * size + role * ROWS, ROWS)
             source = q_ref.at[b, h, row_slice]
@@ -246,6 +263,7 @@ def attend(
                 keys.release(i)
                 return logits, *accumulated
 
+            # The first tile's logits have no softmax to overlap with, and the last tile's softmax no logits.
             def first():
                 logits = ops.dot(zeros, my_queries, keys.wait(0), b_transposed=True)
                 keys.release(0)
@@ -261,6 +279,7 @@ def attend(
             carry = lax.fori_loop(1, count, step, start)
             last_tile = functools.partial(accumulate, count - 1)
             acc, top, total = lax.cond(count > 0, last_tile, lambda carry: carry[1:], carry)
+            # Normalise and store.
             normaliser, lse, top = softmax_end(top, total)
             out_rows = pl.ds(block * size + role * ROWS, ROWS)
             lse_ref[b, h, out_rows] = lse
@@ -281,7 +300,7 @@ def attend(
         body,
         kernel_name="flash_mla_attend",
         interpret=interpret,
-        out_type=_out_type(b, h, blocks * size, y, q.dtype),
+        out_type=out_type(b, h, blocks * size, y, q.dtype),
         grid=(b, h, blocks),
         grid_names=("batch", "head", "block"),
         num_threads=GROUPS + 1,
@@ -298,7 +317,9 @@ def attend(
     return kernel(q, k, v, visibility.ranges, visibility.last, *visibility.segments)
 
 
-def dot_during(ops, shape, a, b, then):
+def dot_during(
+    ops: hopper.Ops, shape: tuple[int, int], a: hopper.Ref, b: hopper.Ref, then: Callable
+) -> tuple[Float[Array, "r c"], Any]:
     """Returns (a @ b^T, then()); `then` runs while the product [shape] is in flight."""
     if ops.is_emulated:
         return ops.dot(ops.zeros(shape), a, b, b_transposed=True), then()
@@ -311,7 +332,7 @@ def dot_during(ops, shape, a, b, then):
     return pl.run_scoped(run, hopper.Accumulator(shape, jnp.float32))
 
 
-def store_tile(x, via, to):
+def store_tile(x: Float[Array, "r m"], via: hopper.Ref, to: hopper.Ref) -> None:
     """Stores x [r m] from registers to `to`, through the first m columns of a shared tile `via`."""
     if x.shape != via.shape:
         return hopper.store_via_smem(x, via, to, pl.ds(0, x.shape[1]))
@@ -321,161 +342,7 @@ def store_tile(x, via, to):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _out_type(b, h, rows, y, dtype):
+def out_type(b: int, h: int, rows: int, y: int, dtype: DTypeLike) -> tuple:
+    """Returns the shapes of (out [b h rows y], log-sum-exp and largest logit float32[b h rows])."""
     numbers = jax.ShapeDtypeStruct((b, h, rows), jnp.float32)
     return jax.ShapeDtypeStruct((b, h, rows, y), dtype), numbers, numbers
-
-
-def num_parts(width: int) -> int:
-    """Returns how many warpgroups share the sums of `width` columns; 64 columns are one piece of a tile."""
-    return max(2, -(-width // 256))
-
-
-def attend_wide(
-    q: Float[Array, "b h o x"],
-    k: Float[Array, "b m s x"],
-    v: Float[Array, "b m s y"] | None,
-    visibility: KeyVisibility,
-    *,
-    scale: float,
-    interpret: object,
-) -> tuple[Float[Array, "b h r y"], Float[Array, "b h r"], Float[Array, "b h r"]]:
-    """Runs `attend` for blocks of 64 rows. v: None if the values are the keys with all of their columns.
-
-    One warpgroup copies tiles into a ring of two and computes their weights. The others each sum some columns
-    of the values.
-    Products of one tile run during the softmax of the next.
-    """
-    (b, h, rows, x), m = q.shape, k.shape[1]
-    shared = v is None
-    y = x if shared else v.shape[-1]
-    blocks = visibility.ranges.shape[1]
-    cuts, group = blocks * ROWS // rows, h // m
-    parts = num_parts(y)
-    part = y // parts
-    weight_registers, sum_registers = REGISTERS[parts]
-    length = KEYS if shared else SEPARATE_KEYS
-    swizzle = 2 * length  # bytes of a row of weights, over which the values are contracted
-    ops = hopper.Ops(interpret)
-
-    def body(
-        *refs, queries, queries_in, keys, values: Any, weights, factors, weights_ready, weights_free
-    ):
-        q_ref, k_ref, *refs = refs
-        v_ref: Any = None
-        if not shared:
-            v_ref, *refs = refs
-        ranges_ref, last_ref, *segments, out_ref, lse_ref, top_ref = refs
-        b, h, role = (lax.axis_index(name) for name in ("batch", "head", "role"))
-        block = blocks - 1 - lax.axis_index("block")
-        key_range = KeyRange.load(ranges_ref, b, block)
-        count = key_range.end - key_range.begin
-        out_rows = pl.ds(block * ROWS, ROWS)
-
-        # Copies tile i of the range.
-        def load(i):
-            @pl.when(i < count)
-            def _():
-                head = lax.div(h, jnp.int32(group))
-                key_slice = pl.ds((key_range.begin + i) * length, length)
-                keys.copy(i, k_ref.at[b, head, key_slice])
-                if not shared:
-                    values.copy(i, v_ref.at[b, head, key_slice])
-
-        # Weight warpgroup: load tiles, compute logits and the online softmax.
-        def compute_weights():
-            plgpu.set_max_registers(weight_registers, action="decrease")
-            for i in range(STAGES):
-                load(jnp.int32(i))
-            row_slice = pl.ds(lax.div(block, jnp.int32(cuts)) * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(q_ref.at[b, h, row_slice], queries, queries_in)
-            last = ops.load(last_ref, (row_slice,), layout=ROW_OF)
-            q_ids = ops.load(segments[0], (b, row_slice), layout=ROW_OF) if segments else None
-            plgpu.barrier_wait(queries_in)
-
-            def mask(tile, logits):
-                return mask_hidden(
-                    ops, logits, tile * length, last, q_ids, segments and segments[1], b
-                )
-
-            def step(i, carry):
-                top, total = carry
-                tile = keys.wait(i)
-                logits = ops.dot(ops.zeros((ROWS, length)), queries, tile, b_transposed=True)
-                logits = logits * (scale * LOG2E)
-                number = key_range.begin + i
-                logits = key_range.masked(number, logits, lambda logits: mask(number, logits))
-                p, factor, top, total = softmax_step(logits, top, total)
-
-                @pl.when(i > 0)
-                def _():
-                    plgpu.barrier_wait(weights_free)
-                    load(i - 1 + STAGES)  # all readers of this stage have finished
-
-                weights[...] = p.astype(weights.dtype)
-                factors[...] = factor
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(weights_ready)
-                return top, total
-
-            start = ops.full((ROWS,), HIDDEN, layout=ROW_OF), ops.zeros((ROWS,), layout=ROW_OF)
-            top, total = lax.fori_loop(0, count, step, start)
-
-            @pl.when(count > 0)
-            def _():
-                plgpu.barrier_wait(weights_free)
-
-            normaliser, lse, top = softmax_end(top, total)
-            factors[...] = normaliser
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(weights_ready)
-            lse_ref[b, h, out_rows] = lse
-            top_ref[b, h, out_rows] = top
-
-        # Sum warpgroups: each sums some columns of the values.
-        def add():
-            plgpu.set_max_registers(sum_registers, action="increase")
-            columns = pl.ds(role * part, part)
-
-            def rescale(acc):
-                return acc * hopper.broadcast_rows(ops.load(factors, layout=ROW_OF), acc.shape)
-
-            def step(i, acc):
-                tile = (keys if shared else values).wait(i).at[:, columns]
-                plgpu.barrier_wait(weights_ready)
-                acc = ops.dot(rescale(acc), weights, tile, max_columns=PIECE)
-                plgpu.barrier_arrive(weights_free)
-                return acc
-
-            acc = lax.fori_loop(0, count, step, ops.zeros((ROWS, part)))
-            plgpu.barrier_wait(weights_ready)
-            # All logits are computed, so the queries' buffer can hold the output on its way to memory.
-            hopper.store_via_smem(rescale(acc), queries, out_ref.at[b, h, out_rows], columns)
-
-        lax.cond(role == parts, compute_weights, add)
-
-    tiled = hopper.tile_transforms(q.dtype, swizzle)
-    # Build and call the kernel.
-    kernel = hopper.kernel(
-        body,
-        kernel_name="flash_mla_attend_wide",
-        interpret=interpret,
-        out_type=_out_type(b, h, blocks * ROWS, y, q.dtype),
-        grid=(b, h, blocks),
-        grid_names=("batch", "head", "block"),
-        num_threads=parts + 1,
-        thread_name="role",
-        compiler_params=hopper.compiler_params(approx_math=True, reduction_scratch_bytes=0),
-        scratch_types={
-            "queries": plgpu.SMEM((ROWS, x), q.dtype, transforms=tiled),
-            "queries_in": plgpu.Barrier(),
-            "keys": ring((length, x), k.dtype, swizzle=swizzle),
-            "values": None if shared else ring((length, y), v.dtype, swizzle=swizzle),
-            "weights": plgpu.SMEM((ROWS, length), q.dtype, transforms=tiled),
-            "factors": plgpu.SMEM((ROWS,), jnp.float32),
-            "weights_ready": plgpu.Barrier(),
-            "weights_free": plgpu.Barrier(num_arrivals=parts),
-        },
-    )
-    arrays = (q, k) if shared else (q, k, v)
-    return kernel(*arrays, visibility.ranges, visibility.last, *visibility.segments)

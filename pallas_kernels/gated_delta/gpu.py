@@ -1,5 +1,7 @@
 """Gated delta rule on Hopper: one kernel over all chunks, one over heads with the state in registers.
 
+The modules of the kernels have their outlines:
+
 1. `gpu_chunks` computes for all chunks in parallel the terms that only depend on the chunk's own positions,
    above all the inverse of a triangular matrix.
 2. `gpu_scan` goes from chunk to chunk: six products with a state that is stored transposed, values along the

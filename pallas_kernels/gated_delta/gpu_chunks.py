@@ -1,13 +1,16 @@
 """Terms of a chunk that depend only on its positions, for all chunks of the gated delta rule in parallel.
 
-Grid: (chunk, head), one warpgroup per block. Shared memory holds the chunk's queries and keys, and three groups of
-TILE x TILE work tiles, in one or two parts of the operands' dtype.
+Grid: (chunk, head), one warpgroup per block. Shared memory holds the chunk's queries and keys bfloat16[64 192] (24 KiB
+each), and three groups of TILE x TILE work tiles, in one or two parts of the operands' dtype (48 KiB). Two blocks fit
+a multiprocessor.
 
 1. Factors: decay from the start and to the end of the chunk.
 2. Decay between all pairs of positions, as the exponential of a sum over tensor cores.
 3. A and the decayed products of queries and keys.
 4. (1 + A)^-1 by joining blocks of doubling size (`chunk.inverse`).
-5. Copy the inverse and the decayed products to memory.
+5. Copy the inverse and the decayed products to memory: 32 KiB per chunk and head.
+
+Padding: a position of zeros changes nothing.
 """
 
 import jax
@@ -15,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import hopper
 
@@ -25,12 +29,12 @@ TILE = 64  # positions: the size of a tensor core instruction
 ROW, COLUMN = hopper.ROW_OF, hopper.COLUMN_OF
 
 
-def num_parts(dtype) -> int:
+def num_parts(dtype: DTypeLike) -> int:
     """Returns how many numbers of q's dtype represent one float32."""
     return 2 if dtype == jnp.bfloat16 else 1
 
 
-def split_parts(x: Array, dtype, parts: int) -> list[Array]:
+def split_parts(x: Float[Array, "r c"], dtype: DTypeLike, parts: int) -> list[Float[Array, "r c"]]:
     """Splits x into a sum of `parts` arrays of dtype, the largest first."""
     result = []
     for _ in range(parts):
@@ -48,7 +52,9 @@ def product_pairs(a: list, b: list) -> list[tuple]:
     return [(a[i], b[j]) for i, j in sorted(indices, key=sum, reverse=True)]
 
 
-def broadcast_to_tile(x: Array, axis: int, columns: int = TILE) -> Array:
+def broadcast_to_tile(
+    x: Shaped[Array, " n"], axis: int, columns: int = TILE
+) -> Shaped[Array, "tile columns"]:
     """Broadcasts x, one number per row (axis 0) or column (1), to a tile."""
     return lax.broadcast_in_dim(x, (TILE, columns), [axis])
 
@@ -60,7 +66,7 @@ def prepare(
     beta: Float[Array, "n c tile"],
     *,
     interpret: object,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "n c x tile"], Float[Array, "n c 3 tile"]]:
     """Returns (matrices [n c 2p TILE, TILE] of q's dtype, factors float32[n c 3 TILE]).
 
     Inputs: q, k [n, c TILE, h], g and beta float32[n c TILE].

@@ -1,8 +1,22 @@
 """Scan over the chunks of the gated delta rule, forward and backward, with the state in registers.
 
-Grid: (head, group of values). A block has GROUP values of one head, 64 for each of two warpgroups; a third one
-loads. A state is [u h] in pieces of PIECE columns, and so are its gradients: its rows are those of every
-product.
+Grid: (head, group of values). A block has GROUP = 128 values of one head, 64 for each of two warpgroups; a third one
+loads. A state is [u h] in pieces of PIECE = 64 columns, and so are its gradients: its rows are those of every
+product. For h = 192 a warpgroup's part float32[64 192] takes 96 registers per thread.
+
+Shared memory, for h = 192 in bfloat16: two stages of keys and queries [128 h] (96 KiB), of values [64 128] (32 KiB), of
+the matrices of `gpu_chunks` [256 64] (64 KiB) and of its factors; an identity [64 64] per warpgroup (16 KiB), and in
+the forward output tiles (16 KiB).
+
+Phases of a program, per chunk, from the last to the first in the backward:
+
+- Loader warpgroup: the chunk's operands.
+- Compute warpgroups, forward: write the state if it is needed; recall by keys and queries; written values by the
+  inverse; output; next state.
+- Compute warpgroups, backward: write the gradient of the state; gradient of the written values; gradient of the state
+  before the chunk.
+
+Nothing is summed between blocks. Padding: values to full groups and columns to full pieces, with zeros.
 """
 
 import functools

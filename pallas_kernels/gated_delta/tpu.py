@@ -1,16 +1,21 @@
 """Gated delta rule on a TPU: chunks in order, the state of some heads stays in VMEM between them.
 
-Grid: (batch, heads, chunk), the chunks innermost and in order. A step has one chunk of up to 8 heads (4 backward),
-and VMEM holds their states [h u] in float32.
+Grid: (batch, heads, chunk), the chunks innermost and in order. A step has one chunk of up to 8 heads (4 backward).
+
+Blocks, for 8 heads of h = 192 and u = 256 in chunks of 64, double-buffered by the pipeline: q and k bfloat16[8 64 h]
+(192 KiB each), v and out bfloat16[8 64 u] (256 KiB each), g and beta float32[8 1 64], and where the backward needs
+them the states float32[8 h u] (1.5 MiB). Scratch VMEM: the states of the heads, float32[8 h u] (1.5 MiB).
 
 Forward, per step:
 
 1. Load the initial state at the first chunk.
 2. Write the state out, if the backward needs it.
-3. `chunk.run_chunk`: output and next state.
+3. `chunk.run_chunk`: output and next state; write the final state at the last chunk.
 
 Backward, from the last chunk to the first: the derivative of `chunk.run_chunk` at the stored state, with the
 gradient of the state in VMEM in place of the state.
+
+Padding: the package pads the sequence to full chunks with positions of zeros, which change nothing.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """Ragged products of sorted rows on Hopper (Mosaic GPU).
 
 Rows times weights, forward and for the gradient of rows, are one kernel (`gpu_rows`), the weights' gradient
-another (`gpu_weights`). Both keep 128 x 256 sums in registers for 48 KB of operands per step, 85 FLOP per byte.
+another (`gpu_weights`); the modules have their outlines. Both keep 128 x 256 sums in registers for 48 KB of operands
+per step, 85 FLOP per byte.
 
 SwiGLU uses both. Gate and up share the tile of rows. Elementwise operations apply to the sums before they are
 written, so that no product is written and read again by a separate pass. Both gradients of x are one sum. In a

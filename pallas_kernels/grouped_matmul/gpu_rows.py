@@ -1,13 +1,24 @@
 """Kernel of rows times their groups' weights, and the shared parts of the grouped kernels.
 
-Grid: one block per multiprocessor, which goes through the tiles of the results: row tiles outside, column tiles
-inside. Tiles that run at the same time read the same few groups' weights. One warpgroup fills a ring of shared
-memory, also ahead into the next tile; two others multiply 64 rows each.
+Grid: (block,), one per multiprocessor, which goes through the tiles of the results: row tiles outside, column tiles
+inside. Tiles that run at the same time read the same few groups' weights.
+
+Shared memory, in bfloat16: a ring of four stages of rows [128 64] and weights [64 256] (192 KiB), or of three stages if
+elementwise inputs take tiles too; two output tiles [64 64] per compute warpgroup (32 KiB). Registers: sums
+float32[64 256] of each compute warpgroup, 128 per thread, split between the weights if several share the rows.
+
+Phases of a program:
+
+- Loader warpgroup: fills the ring along the contraction, also ahead into the next tile.
+- Two compute warpgroups, 64 rows each: multiply, apply `finish` and store, 64 columns at a time.
 
 A tile of rows belongs to one group. It begins where the group does, rounded down to a multiple of 8 rows, at which
-copies must start. Rows of neighbouring groups in the tile are multiplied too, and not stored.
+copies must start. Rows of neighbouring groups in the tile are multiplied too, and not stored. No sum crosses tiles.
+
+Padding: `gpu` pads rows to multiples of 8 and both widths to multiples of 64; copies beyond the last row give zeros.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import hopper
@@ -96,7 +108,7 @@ class OperandRing(NamedTuple):
         """Returns the stage of step i."""
         return lax.rem(i, jnp.int32(self.a.shape[0]))
 
-    def fill(self, i, copies):
+    def fill(self, i, copies: Callable) -> None:
         """Waits until the stage of step i is free, then copies the operands.
 
         copies(stage) yields (source, target).
@@ -116,11 +128,11 @@ class OperandRing(NamedTuple):
         plgpu.barrier_wait(self.full.at[stage])
         return stage
 
-    def release(self, i):
+    def release(self, i) -> None:
         """Signals that this warpgroup has read the operands of step i."""
         plgpu.barrier_arrive(self.free.at[self.stage(i)])
 
-    def drain(self, count):
+    def drain(self, count) -> None:
         """Waits for the readers of the last of `count` steps; a waiting warpgroup must wait for all arrivals."""
 
         @pl.loop(0, jnp.minimum(count, self.a.shape[0]))
@@ -128,7 +140,9 @@ class OperandRing(NamedTuple):
             plgpu.barrier_wait(self.free.at[self.stage(i)])
 
 
-def ring(stages: int, a, b, copies: int, dtype) -> OperandRing:
+def ring(
+    stages: int, a: tuple[int, ...], b: tuple[int, ...], copies: int, dtype: DTypeLike
+) -> OperandRing:
     """Returns the scratch types of a ring of tiles of the shapes a and b.
 
     copies: number of copies per step.
@@ -142,7 +156,7 @@ def ring(stages: int, a, b, copies: int, dtype) -> OperandRing:
     )
 
 
-def output_tiles(dtype):
+def output_tiles(dtype: DTypeLike):
     """Returns the scratch type of results that are being stored: two tiles per warpgroup."""
     return plgpu.SMEM((4, HALF, PIECE), dtype, transforms=hopper.tile_transforms(dtype))
 
@@ -155,15 +169,15 @@ def column_tile(n: int, max_columns: int = COLUMNS) -> int:
 def multiply(
     schedule: RowTiles,
     pairs: list[tuple[Array, Array]],
-    finish=lambda sums: sums,
+    finish: Callable = lambda sums: sums,
     outputs: int = 1,
-    inputs=(),
+    inputs: tuple[Array, ...] = (),
     *,
     fill: bool = False,
     joint: bool = False,
     transposed: bool = False,
     interpret: object,
-) -> tuple[Array, ...]:
+) -> tuple[Float[Array, "m n"], ...]:
     """Returns a tuple of `outputs` arrays [m n]: finish(float32 sums of products, *inputs [m n]), piece by piece.
 
     pairs: (x [m k], w [e k n], or [e n k] if transposed). Their products are added to one sum.
@@ -262,8 +276,9 @@ def multiply(
                         slot = role * num_inputs + n
                         plgpu.copy_gmem_to_smem(source, in_tiles.at[slot], in_ready.at[role])
 
-                fetch_inputs(0)
+                fetch_inputs(0)  # arrives during the products
 
+                # Products over the full contraction, in registers.
                 def ready(step):
                     stage = operands.wait(first_step + step)
                     weights = [operands.b.at[stage, part] for part in range(parts)]
@@ -276,6 +291,7 @@ def multiply(
                     lambda step: operands.release(first_step + step),
                     b_transposed=transposed,
                 )
+                # Finish and store 64 columns at a time, because registers are few.
                 for piece in range(columns // PIECE):
                     input_values = []
                     if num_inputs:
@@ -351,7 +367,14 @@ def pad_for_emulator(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
     return jnp.pad(x, ((0, ROWS), (0, 0)), constant_values=jnp.nan)
 
 
-def store_piece(ops, out_tiles, number: int, value, target, bounds=None):
+def store_piece(
+    ops: hopper.Ops,
+    out_tiles: hopper.Ref,
+    number: int,
+    value: Float[Array, "half piece"],
+    target: hopper.Ref,
+    bounds: tuple | None = None,
+) -> None:
     """Stores value [HALF PIECE] to target, or only the rows between the two `bounds`.
 
     It passes through this warpgroup's two shared tiles (see `output_tiles`) alternately; `number` counts the

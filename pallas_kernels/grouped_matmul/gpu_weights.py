@@ -1,11 +1,14 @@
 """Kernel of the weights' gradient: every group's rows, transposed, times their gradients.
 
-Grid: one block per multiprocessor, which goes through its share of the (group, tile down, tile across) tiles of the
-results. Shared memory holds a ring of three stages of rows and their gradients, 64 rows each, and output tiles.
+Grid: (block,), one per multiprocessor, which goes through its share of the (group, tile down, tile across) tiles of the
+results: 128 by up to 256 numbers, whose float32 sums take 128 registers per thread. Shared memory, in bfloat16: a ring
+of four stages of 64 rows [2 64 64] and of their gradients [64 256] (192 KiB), and output tiles (32 KiB).
 
 - A loader warpgroup copies the group's rows, also ahead into the next tile.
 - Two compute warpgroups, one half of the tile's rows each: set rows of neighbouring groups to zero at the two ends
   of a group, add x^T dy in registers, store.
+
+A group's rows are added in their order by one block. Padding: both widths to multiples of 128.
 """
 
 import functools
@@ -107,12 +110,13 @@ def sum_products(
             def run_tile(i, first_step):
                 group, start, stop, first, steps, d, a = tile_position(i)
 
+                # Only the first and the last step of a group may hold rows of other groups.
                 def mask_rows(tile, begin, end):
                     """Sets rows of the tile outside begin to end to zero."""
                     for column in range(0, tile.shape[1], PIECE):
                         piece = pl.ds(column, PIECE)
                         values = ops.load(tile, (slice(None), piece))
-                        row = ops.row_indices(values.shape)
+                        row = ops.row_indices((tile.shape[0], PIECE))
                         is_inside = (row >= begin) & (row < end)
                         tile[:, piece] = jnp.where(is_inside, values, jnp.zeros_like(values))
 
@@ -121,6 +125,7 @@ def sum_products(
                     base = first + step * DEPTH
                     begin, end = start - base, stop - base
 
+                    # Each warpgroup masks its rows' columns and half of the gradients, which both multiply.
                     @pl.when((begin > 0) | (end < DEPTH))
                     def _():
                         share = pl.ds(role * (columns // 2), columns // 2)
@@ -139,6 +144,7 @@ def sum_products(
                     lambda step: operands.release(first_step + step),
                     a_transposed=True,
                 )
+                # Store 64 columns at a time, through two tiles in turn.
                 for piece in range(columns // PIECE):
                     part = lax.slice(total, (0, piece * PIECE), (HALF, (piece + 1) * PIECE))
                     rows = pl.ds((2 * d + role) * HALF, HALF)

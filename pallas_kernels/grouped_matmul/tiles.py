@@ -1,12 +1,12 @@
 """Schedule of row tiles and groups for ragged kernels, and masked writes of their rows."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 class RowTileSchedule(NamedTuple):
@@ -110,7 +110,9 @@ def for_each_column_step(columns: int, step: int, compute: Callable) -> None:
     lax.fori_loop(0, columns // step, run_step, None)
 
 
-def store_rows(out, columns, y, is_first_write, begin, end, previous=0):
+def store_rows(
+    out, columns, y: Float[Array, "rows n"], is_first_write, begin, end, previous: Any = 0
+) -> None:
     """Writes rows begin to end of y float32 to `columns` of a tile.
 
     Other rows keep their content; in the first write to a tile they become `previous`.

@@ -1,12 +1,26 @@
-"""Ragged products of sorted rows for TPU (Mosaic).
+"""Ragged products of sorted rows for TPU (Mosaic): two kernels, and one for the elementwise part of SwiGLU.
 
-Forward: grid (half of the columns, column tile, schedule entry). Tiles of rows are processed in order, each
-with one column tile of the weights of every group that has rows in it. Weights are fetched one group ahead, so
-that the transfer overlaps all tiles of the previous group, and a group's weights are read once per column
-tile. A tile shared by several groups stays in VMEM while each of them writes its rows.
-Backward: rows times transposed weights are the same kernel, reading the weights transposed. The weights'
-gradient adds up the tiles of a group in VMEM. SwiGLU uses both. The arrays between its products are only
-computed for tiles that hold rows: in a worst-case buffer the rest would be most of the memory traffic.
+`_multiply`: rows times their groups' weights. Grid: (half of the columns, column tile, schedule entry), entries
+innermost and in order; an entry is a tile of rows and a group with rows in it (`tiles`).
+
+- Blocks for GLM-5's gate and up, k = 6144 and n = 2048 in bfloat16, double-buffered by the pipeline: rows [256 k]
+  (3 MiB), result [256 1024] (512 KiB).
+- Scratch VMEM: two tiles of weights [k 1024] (12 MiB each). A group's weights are copied while the tiles of the
+  previous group are multiplied, and read once per column tile.
+- Phases: at a new group wait for its weights and start the next copy; multiply 256 columns at a time; write the rows
+  of this group. A tile shared by several groups stays in VMEM while each of them writes its rows. Tiles without rows
+  are set to zero.
+
+Backward: rows times transposed weights are the same kernel, reading the weights transposed.
+
+`_sum_products`: the weights' gradient. Grid: (tile of x's columns, tile of dy's columns, schedule entry). Scratch VMEM
+holds the float32 sum [1536 1024] (6 MiB) of a group over its tiles of rows; rows of other groups are set to zero
+before the product. A group without rows has one entry, which writes zeros.
+
+`_row_by_row`: SwiGLU between its products. Grid: (column tile, tile with rows). Tiles without rows are not computed: in
+a worst-case buffer they would be most of the memory traffic.
+
+Padding: none. The last tile of rows may end after the last row; those rows belong to no group.
 """
 
 import functools

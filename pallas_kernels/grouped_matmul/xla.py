@@ -4,10 +4,12 @@ The first `span` rows of every expert are one batched matmul. An expert's furthe
 after the other, as many as there are at run time. A skewed router costs time, but no tokens and no memory.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.numerics import accum_dtype
 
@@ -59,7 +61,7 @@ def spans(mean_rows: int) -> tuple[int, int]:
 class ExpertRows:
     """Positions of the sorted rows: the first `span` of each expert, and the blocks of the rest."""
 
-    def __init__(self, sizes, group_sizes, rows: int):
+    def __init__(self, sizes: tuple[int, int], group_sizes: Int[Array, " e"], rows: int):
         self._count = rows
         self._span, self._block = sizes
         self._sizes = group_sizes
@@ -74,14 +76,14 @@ class ExpertRows:
         self._block_starts = self._block_ends - blocks
         self.num_blocks = self._block_ends[-1]
 
-    def pad(self, x):
-        """Returns [e span d]: the first rows of every expert, zeros where it has fewer."""
+    def pad(self, x: Shaped[Array, "m d"]) -> Shaped[Array, "e span d"]:
+        """Returns the first rows of every expert, zeros where it has fewer."""
         rank = jnp.arange(self._span, dtype=jnp.int32)
         block = jnp.take(x, self._starts[:, None] + rank, axis=0, mode="clip")
         return jnp.where((rank < self._sizes[:, None])[..., None], block, 0)
 
-    def unpad(self, block):
-        """Returns [m + block d]: the rows of [e span d] at their positions, zeros elsewhere.
+    def unpad(self, block: Shaped[Array, "e span d"]) -> Shaped[Array, "m+block d"]:
+        """Returns the rows of experts at their positions, zeros elsewhere.
 
         The rows beyond m are room for `store`.
         """
@@ -90,31 +92,35 @@ class ExpertRows:
         rows = jnp.take(flat, self._owner * self._span + self._rank, axis=0, mode="clip")
         return self.append_room(jnp.where(is_joint[:, None], rows, 0))
 
-    def append_room(self, x):
+    def append_room(self, x: Shaped[Array, "m d"]) -> Shaped[Array, "m+block d"]:
         """Appends a block of zero rows."""
         return jnp.pad(x, ((0, self._block), (0, 0)))
 
-    def block(self, i):
-        """Returns (expert, first row, which of its rows are filled [block]) of the later block i."""
+    def block(self, i: Int[Array, ""]) -> tuple[Array, Array, Bool[Array, " block"]]:
+        """Returns (expert, first row, which of its rows are filled) of the later block i."""
         expert = jnp.searchsorted(self._block_ends, i, side="right").astype(jnp.int32)
         rank = self._span + (i - self._block_starts[expert]) * self._block
         remaining = self._sizes[expert] - rank
         return expert, self._starts[expert] + rank, jnp.arange(self._block) < remaining
 
-    def load(self, x, position):
-        """Returns [block d] of x [m + block d], zeros beyond the expert's rows."""
+    def load(self, x: Shaped[Array, "m+block d"], position: tuple) -> Shaped[Array, "block d"]:
+        """Returns the rows of a block of x, zeros beyond the expert's rows."""
         _, first, filled = position
         part = lax.dynamic_slice_in_dim(x, first, self._block)
         return jnp.where(filled[:, None], part, 0)
 
-    def store(self, x, block_rows, position):
+    def store(
+        self, x: Shaped[Array, "m+block d"], block_rows: Shaped[Array, "block d"], position: tuple
+    ) -> Shaped[Array, "m+block d"]:
         """Writes the filled rows of a block to x."""
         _, first, filled = position
         part = lax.dynamic_slice_in_dim(x, first, self._block)
         part = jnp.where(filled[:, None], block_rows, part)
         return lax.dynamic_update_slice_in_dim(x, part, first, 0)
 
-    def map(self, function, arrays, weights):
+    def map(
+        self, function: Callable, arrays: tuple[Array, ...], weights: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
         """Returns a tuple of [m ...]: function(*blocks, *their expert's weights) of arrays [m ...], row by row."""
         outputs = tuple(self.unpad(a) for a in function(*map(self.pad, arrays), *weights))
         padded = [self.append_room(a) for a in arrays]
@@ -128,7 +134,9 @@ class ExpertRows:
         outputs = lax.fori_loop(0, self.num_blocks, run_block, outputs)
         return tuple(a[: self._count] for a in outputs)
 
-    def map_and_sum(self, function, arrays, weights):
+    def map_and_sum(
+        self, function: Callable, arrays: tuple[Array, ...], weights: tuple[Array, ...]
+    ) -> tuple[Array, list[Array]]:
         """Returns ([m ...], list of [e ...]) for a function that returns (rows, *sums over its block's rows)."""
         first, *sums = function(*map(self.pad, arrays), *weights)
         padded = [self.append_room(a) for a in arrays]
@@ -166,7 +174,8 @@ def swiglu_forward(
     down: Float[Array, "e f d"],
 ) -> tuple[Float[Array, "m d"], Float[Array, "m f"], Float[Array, "m f"]]:
     """Returns (y [m d], gate product [m f], up product [m f])."""
-    return _rows(static, x, group_sizes).map(swiglu, (x,), (gate, up, down))
+    y, g, u = _rows(static, x, group_sizes).map(swiglu, (x,), (gate, up, down))
+    return y, g, u
 
 
 def swiglu_backward(
@@ -178,7 +187,8 @@ def swiglu_backward(
     x, group_sizes, gate, up, down, g, u = saved
     rows = _rows(static, x, group_sizes)
     dx, dw = rows.map_and_sum(_swiglu_gradients, (x, g, u, dy), (gate, up, down))
-    return dx, *(d.astype(w.dtype) for d, w in zip(dw, (gate, up, down)))
+    dgate, dup, ddown = (d.astype(w.dtype) for d, w in zip(dw, (gate, up, down)))
+    return dx, dgate, dup, ddown
 
 
 def _swiglu_gradients(x, g, u, dy, gate, up, down):

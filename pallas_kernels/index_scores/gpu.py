@@ -1,17 +1,29 @@
 """Index scores and their gradients on Hopper: per-head scores stay in registers in all three kernels.
 
-Forward: keys lie along the rows of the products and (head, query) along their columns, eight queries wide, as in
-`lightning_indexer`. A thread holds all heads of its queries.
+All have a loader and two compute warpgroups. Sizes in shared memory are for 32 heads of 128 in bfloat16.
 
-Backward: two kernels with products of 64 queries and the keys of one head. `sum_keys` loops over the keys of a
-query tile and sums e (see `xla.gradients_keys_first`). `sum_queries` loops over the queries of a key tile and
-sums dk. Both sums stay in registers and have one order, at the cost of one product of queries and keys in
-addition to the three required ones. Computing dk in the same pass as e would move float32[s j] through memory
-for every tile of queries.
+`scores`: grid (batch, tile of 8 queries, part of their keys). Keys lie along the rows of the products and (head, query)
+along their columns, eight queries wide, as in `lightning_indexer`: a thread holds all heads of its queries, and sums
+them without communication. Shared memory: the queries of all heads [256 128] (64 KiB), and a ring of four tiles of 128
+keys (128 KiB). The compute warpgroups have 64 keys each and take turns at the tensor cores.
+
+`sum_keys`: grid (batch, tile of 64 queries, pair of heads), one head per compute warpgroup. It loops over the keys of
+the query tile and sums e (see `xla.gradients_keys_first`), float32[64 128] in registers. Shared memory: the queries (32
+KiB), rings of three tiles of 128 keys (96 KiB) and of dI (48 KiB).
+
+`sum_queries`: grid (batch, tile of 128 keys), 64 per compute warpgroup. It loops over the queries of the key tile and
+their heads, and sums dk, float32[64 128] in registers. Shared memory: the keys (32 KiB), a ring of six tiles of 64
+queries (96 KiB), and two tiles of dI (32 KiB).
+
+Both sums of the backward have one order, at the cost of one product of queries and keys in addition to the three
+required ones. Computing dk in the same pass as e would move float32[s j] through memory for every tile of queries.
 
 dI is rounded to the dtype of the queries before it is read, as each head's part of it is anyway. It is stored
 both with queries first and with keys first: at GLM-5's block of 512 queries over 32,768 keys this is 134 MB
 more memory traffic, a hundredth of the products' time.
+
+Padding, by zeros: queries to full tiles, keys to multiples of 128, columns to multiples of 64, heads of `sum_keys` to
+an even number.
 """
 
 import jax
@@ -182,6 +194,7 @@ def scores(
             pl.when(role == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             plgpu.barrier_wait(q_ready)
 
+            # Scores of one tile of keys: the heads' products, weighted and summed in registers.
             @pl.loop(0, count)
             def _(n):
                 slot = lax.rem(n, ring)
@@ -207,6 +220,7 @@ def scores(
                 keys = pl.ds((begin + n) * KEYS + role * 64, 64)
                 ops.store_transposed(out_ref.at[batch, queries, keys], sums[0] + sums[1])
 
+            # A warpgroup that waits for a barrier must wait for all of its arrivals.
             pl.when(role == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
     # Build and call the kernel.

@@ -1,16 +1,24 @@
 """Index scores and their gradients by Mosaic: the sum over heads, and a tile's gradients, stay in VMEM.
 
-Keys lie along sublanes and queries along lanes, so that the weights of a head are a row.
+Keys lie along sublanes and queries along lanes, so that the weights of a head are a row. Grid of both kernels: (batch,
+query tile, key tile). Blocks, for 32 heads of j = 128 in bfloat16, double-buffered by the pipeline:
 
-Forward: grid (batch, query tile, key tile). A step has the queries of all heads of its query tile, and sums the
-heads' scores of one tile [keys queries], which it writes once.
+- Both: queries [32 j 256] (2 MiB), weights float32[32 256], keys [512 j] (128 KiB).
+- Forward: scores float32[512 256] (512 KiB), all key tiles in parallel.
+- Backward: keys transposed, the arrays that dI is computed from [512 256], e float32[32 j 256] (4 MiB), and dk
+  float32[512 j] (256 KiB) of one query tile. Scratch VMEM: dI float32[512 256] (512 KiB).
 
-Backward: grid (batch, query tile, key tile), over the key tiles that a query tile sees. Per step and head:
+Forward: a step sums the heads' scores of one tile [keys queries], which it writes once.
+
+Backward, over the key tiles that a query tile sees, in order; per step and head:
 
 1. Recompute the products, and mask the gradient of the scores where they are not positive.
 2. Add to e, from which the gradients of queries and weights follow (`xla.gradients_keys_first`). It stays in VMEM
    for all key tiles of a query tile.
-3. Add to the gradient of the keys.
+3. Add to the gradient of the keys, which XLA sums over the query tiles.
+
+Padding: queries and keys to multiples of 128 with zeros, whose results are cut off. Hidden tiles give zeros, and are
+not copied: their block index is that of the nearest visible tile.
 """
 
 from collections.abc import Callable
@@ -117,7 +125,7 @@ def queries_in_lanes(
     return q, pad_to_multiple(head_weights(idx_q, idx_w), 1, 128).swapaxes(1, 2)
 
 
-def query_specs(i: int, j: int, queries: int):
+def query_specs(i: int, j: int, queries: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:
     """Returns the blocks of q and w for a grid of (b, query tiles, key tiles).
 
     q [b i j t], w [b i t].
@@ -128,8 +136,11 @@ def query_specs(i: int, j: int, queries: int):
     )
 
 
-def add_scores(q, w, k, out):
-    """Adds the scores of a tile to out [1 keys queries]; inside a kernel."""
+def add_scores(q, w, k, out) -> None:
+    """Adds the scores of a tile to out; inside a kernel.
+
+    Refs: q [1 i j queries], w [1 i queries], k [1 keys j], out [1 keys queries].
+    """
 
     @pl.loop(0, q.shape[1])
     def _(head):

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
 from pallas_kernels.custom_gradients import custom_vjp
+from pallas_kernels.mask import check_segments
 from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.summed_attention_probs import check_heads
 
@@ -55,9 +56,11 @@ def indexer_kl(
     "index_gradients" recomputes neither the target nor the attention that it depends on. At most one block [b
     block s] of (query, key) pairs exists at a time.
 
-    block: queries per step of the XLA form. implementation: see `backends.select_backend`.
+    block: queries per step of the XLA form. implementation: see `backends.select_backend`. Raises ValueError if
+    heads or segments do not match.
     """
     check_heads("indexer_kl", q, k)
+    check_segments("indexer_kl", q_segments, k_segments, q.shape[:2], k.shape[:2])
     static_start = start if isinstance(start, int) else None
     backend = backends.select_backend("indexer_kl", implementation, idx_q, idx_w, idx_k, q, k)
     static = Static(backend=backend, scale=scale, block=block, start=static_start)

@@ -1,9 +1,11 @@
 """KL of the index scores from the attention's probabilities on Hopper, one block of queries at a time.
 
 Four kernels per block: target (`summed_attention_probs`), scores (`index_scores`), and from dI both sums of the
-gradients (`index_scores`). Hidden tiles are not computed. Between the kernels XLA computes the sums over keys
-and dI, in three fusions: maximum and sums of both arrays, the sum of the exponentials, and dI in both of its
-orders.
+gradients (`index_scores`); their modules have the outlines. Hidden tiles are not computed. Between the kernels XLA
+computes the sums over keys and dI, in three fusions: maximum and sums of both arrays, the sum of the exponentials, and
+dI in both of its orders. XLA also scans over the blocks and sums dk in float32, in their order.
+
+Padding: queries to full blocks in segment 0, which sees nothing, and keys to multiples of 256.
 
 At GLM-5's block of 512 queries over 32,768 keys, each of the five reads and two writes of an array moves 67 MB,
 and each of the two writes and two reads of dI 33 MB. Together this is 0.6 GB, or 0.13 ms at memory bandwidth,

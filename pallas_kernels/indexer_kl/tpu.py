@@ -1,11 +1,22 @@
 """KL of the index scores from the attention's probabilities by Mosaic, one block of queries at a time.
 
-Grid of each kernel: (batch, query tile, key tile). A tile [keys queries] of scores, target or dI is in VMEM, and
-so are the sums over keys of a query tile.
+Three kernels per block of up to 512 queries: (1) the target (`summed_attention_probs`); (2) `_compare`: the scores and
+all sums of the KL; (3) the gradients (`index_scores.tpu.gradients`), whose tiles of dI are computed in VMEM from target
+and scores. Target and scores go through memory once. XLA scans over the blocks and sums dk in float32.
 
-Three kernels per block: (1) the target (`summed_attention_probs`); (2) the scores and all sums of the KL; (3) the
-gradients, whose tiles of dI are computed in VMEM from target and scores. Target and scores go through memory once.
-Keys lie along sublanes and queries along lanes.
+Grid of `_compare`: (batch, query tile, key tile), the key tiles in order. Keys lie along sublanes and queries along
+lanes. Blocks, for 32 heads of j = 128 in bfloat16, double-buffered by the pipeline: queries [32 j 256] (2 MiB), weights
+float32[32 256], keys [512 j] (128 KiB), target and scores float32[512 256] (512 KiB each), three sums float32[3 256].
+Scratch VMEM: a tile of scores if they are not kept, and four rows float32[1 256] of running sums.
+
+Phases of a program:
+
+1. First tile of keys: reset the running maximum and sums.
+2. Visible tile: scores of all heads; mask; add to the sums over keys of a query: exponentials, target, and target
+   times (log target - score).
+3. Last tile of keys: combine the sums to the KL, the log-sum-exp of the scores and the sum of the target.
+
+Padding: queries and keys to multiples of 128, in segment 0, which sees nothing.
 """
 
 from typing import Any
@@ -116,6 +127,7 @@ def _over_blocks(
     # Target, scores and gradients of one block of queries.
     def run_block(dk, args):
         first, (idx_q, idx_w, q, lse, weight, q_ids) = args
+        # Target, then scores and the sums of the KL.
         q, lse = q.transpose(0, 2, 3, 1), lse.swapaxes(1, 2)
         visibility = tile_visibility(first, q_ids, k_ids, target_sizes)
         target = target_kernel.sum_heads(
@@ -144,6 +156,7 @@ def _over_blocks(
             norm, normalised_weight, weight = (rows[0, i : i + 1] for i in range(3))
             scratch[...] = jnp.exp(scores[0] - norm) * weight - target[0] * normalised_weight
 
+        # Gradients, from tiles of dI that `read` computes.
         options = (read, (scores[0], target), (rows,), visibility.tiles)
         e, part = gradients(
             "indexer_kl_backward", *options, *heads, padded_k, sizes, pairs_per_block, interpret

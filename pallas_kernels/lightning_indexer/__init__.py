@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Int32, Num
 from pallas_kernels import backends
 from pallas_kernels.index_scores import index_scores as index_scores
 from pallas_kernels.lightning_indexer.xla import select as select
+from pallas_kernels.mask import check_segments
 
 
 class Static(NamedTuple):
@@ -47,8 +48,10 @@ def lightning_indexer(
     idx_q and idx_k may be quantized (`quantized_vectors.quantize_vectors`). A key's score is multiplied by its
     k_scale; the caller multiplies idx_w by the scales of quantized queries.
 
-    block: queries per step of the XLA form. implementation: see `backends.select_backend`.
+    block: queries per step of the XLA form. implementation: see `backends.select_backend`. Raises ValueError if
+    the segments do not match.
     """
+    check_segments("lightning_indexer", q_segments, k_segments, idx_q.shape[:2], idx_k.shape[:2])
     idx_q, idx_w, idx_k, k_scale = lax.stop_gradient((idx_q, idx_w, idx_k, k_scale))
     static_start = start if isinstance(start, int) else None
     backend = backends.select_backend("lightning_indexer", implementation, idx_q, idx_w, idx_k, k)

@@ -1,11 +1,21 @@
 """Index scores and their exact selection on Hopper: two kernels over chunks of queries.
 
-Scores: grid (tile of 8 queries, part of their keys). One warpgroup copies keys into a ring, two compute the scores of
-64 keys each for all heads. Selection: `top_k`, one row per query.
+Scores: grid (tile of 8 queries, part of their keys). Keys lie along the rows of the products, (head, query) along the
+columns, eight queries wide. A thread then holds all heads of its two queries, and sums them without communication.
 
-The scores of a chunk are written once, as integers that compare like them, and read once; scores of single
-heads stay in registers. Keys lie along the rows of the products, (head, query) along the columns, eight queries
-wide. A thread then holds all heads of its two queries, and sums them without communication.
+Shared memory, for 32 heads of 128 in bfloat16: queries of all heads [256 128] (64 KiB), and a ring of four tiles of 128
+keys (128 KiB). Queries that do not fit are loaded together with the keys. Registers: products float32[64 256] of each
+compute warpgroup, 128 per thread.
+
+- A loader warpgroup copies the queries once, then tiles of keys, contiguous or page by page.
+- Two compute warpgroups, 64 keys each, take turns: one sums over heads during the products of the other. They write
+  scores as integers that compare like them.
+
+Selection: `top_k`, one row per query. The scores of a chunk of queries (at most 128 MiB) are written once and read
+once; scores of single heads stay in registers.
+
+Padding: queries to tiles of 8, keys to tiles of 128, columns to the width of a step. Bounds per query keep its
+selection to keys that it sees; key tiles outside of a query tile's bounds are neither scored nor read.
 """
 
 import functools

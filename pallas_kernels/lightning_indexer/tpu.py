@@ -1,20 +1,29 @@
 """Lightning indexer on TPU (Mosaic): scores and their selection in one pass, without scores in HBM.
 
-Grid: (program). A program has 8 to 32 rows of queries. It goes over their visible keys in steps of 512, which
-arrive in a ring of buffers. The products with all index heads go from the matrix unit directly into the
-weighted sum. One integer per query and key is stored in VMEM, from which `tpu_selection` takes the k largest.
+Grid: (program,). A program (`tpu_program`) has 8 to 32 rows of queries, in groups of 8, a register's sublanes:
 
-8 rows are a register's sublanes. In prefill they are 8 queries of one sequence, which share its keys. Over pages a
-sequence has 1, 2, 4 or 8 of them, and a program processes sequences with 8 rows in total one by one.
+- In prefill they are queries of one sequence, which share its keys.
+- Over pages a sequence has 1, 2, 4 or 8 of them, and a program processes sequences with 8 rows in total one by one.
+
+Programs alternate between the beginning and the middle of the list of blocks, because later blocks see more keys.
+
+Blocks, for GLM-5's 32 heads of 128 in bfloat16, 32 rows, 128K keys and k = 2048:
+
+- VMEM, double-buffered by the pipeline: queries [4, 256, 128] (256 KiB; 8 rows times heads per group), weights, result
+  int32[32 2048] (256 KiB).
+- VMEM, scratch: one int32 per row and key (16 MiB), the ring of 8 steps of 1024 keys (2 MiB), two words per row and 32
+  keys (512 KiB each).
+- SMEM: the first position or the length of each sequence, and the page table of the program's sequences.
+
+Padding: rows to full programs, whose results are cut off, and keys to full steps. No row sees a key after the last.
 """
 
 import functools
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -22,15 +31,9 @@ from jaxtyping import Array, Float, Int, Int32, Num
 
 from pallas_kernels import backends
 from pallas_kernels.cost import estimate
-from pallas_kernels.lightning_indexer import cost, tpu_selection as selection
-from pallas_kernels.lightning_indexer.tpu_selection import (
-    CHUNK,
-    LANES,
-    MAX_INT,
-    MIN_INT,
-    SUBLANES,
-    TILES,
-)
+from pallas_kernels.lightning_indexer import cost
+from pallas_kernels.lightning_indexer.tpu_program import SelectionPlan, run_program
+from pallas_kernels.lightning_indexer.tpu_selection import LANES, SUBLANES, TILES
 
 # Not measured, because no TPU was available; chosen by the size of VMEM and memory latency.
 STEP_TILES = 8
@@ -41,39 +44,6 @@ ROOM = 44 << 20
 MEMORY = 60 << 20  # with all buffers; v5p and tpu7x have 64 MiB
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
-
-
-class SelectionPlan(NamedTuple):
-    """Sizes of a program.
-
-    Attributes:
-      groups: groups of 8 rows. sources: sequences, of `rows` rows each. One of the two is 1.
-      queries: queries of a sequence.
-      blocks: programs of a sequence.
-      s: keys of a sequence.
-      page: contiguous keys.
-    """
-
-    groups: int
-    sources: int
-    rows: int
-    queries: int
-    blocks: int
-    s: int
-    k: int
-    page: int
-    paged: bool
-    unroll: bool
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of keys in VMEM."""
-        return -(-self.s // CHUNK)
-
-    @property
-    def places(self) -> int:
-        """Width of the result in memory."""
-        return -(-min(self.k, self.s) // selection.PLACES) * selection.PLACES
 
 
 def unsupported_reason(
@@ -112,6 +82,7 @@ def select_keys(
     interpret: object = False,
 ) -> Int32[Array, "b t k"]:
     """Returns topk int32[b t k] as `ref.select_keys`."""
+    # Sizes of a program: as many groups of rows as fit VMEM and the sequence fills.
     b, t = idx_q.shape[:2]
     s = idx_k.shape[1]
     start = jnp.broadcast_to(jnp.int32(start if static.start is None else static.start), b)
@@ -130,8 +101,11 @@ def select_keys(
         page=STEP,
         paged=False,
         unroll=interpret is False,
+        step_tiles=STEP_TILES,
+        ring=RING,
     )
 
+    # Under vmap the calls run one after the other: an operand in HBM takes no batch axis.
     @sequential_vmap
     def run(idx_q, idx_w, idx_k, start, k_scale, q_segments, k_segments):
         b, pad = idx_q.shape[0], blocks * groups * SUBLANES - t
@@ -162,6 +136,7 @@ def select_paged_keys(
     interpret: object = False,
 ) -> Int32[Array, "b t k"]:
     """Returns topk int32[b t k] as `ref.select_paged_keys`."""
+    # Sizes of a program: rows of a sequence fill registers together with those of other sequences.
     t = idx_q.shape[1]
     rows = 1
     while rows < t or rows * idx_q.shape[2] % SUBLANES:
@@ -178,8 +153,11 @@ def select_paged_keys(
         page=pages.shape[1],
         paged=True,
         unroll=interpret is False,
+        step_tiles=STEP_TILES,
+        ring=RING,
     )
 
+    # Entries of the table after the used pages may be anything, so they are clipped.
     @sequential_vmap
     def run(idx_q, idx_w, page_table, lengths, pages, page_scales):
         b = idx_q.shape[0]
@@ -235,7 +213,7 @@ def _call(plan, cost_estimate, interpret, scalars, q, w, keys, table, k_scale, q
     w = w.reshape(programs, parts, registers, SUBLANES).swapaxes(2, 3)
     per_key = [x for x in (k_scale, k_segments) if x is not None]
     per_key = [
-        _pad(x, 1, -plan.s % STEP).reshape(-1, -(-plan.s // STEP), STEP_TILES, LANES)
+        _pad(x, 1, -plan.s % plan.step).reshape(-1, -(-plan.s // plan.step), plan.step_tiles, LANES)
         for x in per_key
     ]
     block_index = functools.partial(_item, programs)
@@ -256,8 +234,8 @@ def _call(plan, cost_estimate, interpret, scalars, q, w, keys, table, k_scale, q
     out = jax.ShapeDtypeStruct((programs, width, plan.places), jnp.int32)
     registers_of = pltpu.VMEM((plan.groups, plan.chunks, SUBLANES, LANES), jnp.int32)
     scratch = {
-        "ring": pltpu.VMEM((RING, STEP // plan.page, plan.page, dim), keys.dtype),
-        "arrived": pltpu.SemaphoreType.DMA((RING,)),
+        "ring": pltpu.VMEM((plan.ring, plan.step // plan.page, plan.page, dim), keys.dtype),
+        "arrived": pltpu.SemaphoreType.DMA((plan.ring,)),
         "weights": pltpu.VMEM((parts, registers, SUBLANES, LANES), jnp.float32),
         "scores": pltpu.VMEM((plan.groups, plan.chunks * TILES, SUBLANES, LANES), jnp.int32),
         "bounds": pltpu.VMEM((plan.groups, 3, SUBLANES, LANES), jnp.int32),
@@ -266,9 +244,9 @@ def _call(plan, cost_estimate, interpret, scalars, q, w, keys, table, k_scale, q
         "ends": pltpu.VMEM((plan.groups, SUBLANES, LANES), jnp.int32),
     }
     if k_scale is not None:
-        scratch["scale"] = pltpu.VMEM((RING, STEP_TILES, LANES), jnp.float32)
+        scratch["scale"] = pltpu.VMEM((plan.ring, plan.step_tiles, LANES), jnp.float32)
     if k_segments is not None:
-        scratch["segments"] = pltpu.VMEM((RING, STEP_TILES, LANES), jnp.int32)
+        scratch["segments"] = pltpu.VMEM((plan.ring, plan.step_tiles, LANES), jnp.int32)
     if table is not None:
         scratch["pages"] = pltpu.SMEM((1, table.shape[2]), jnp.int32)
     # The kernel gets its refs by name.
@@ -278,7 +256,7 @@ def _call(plan, cost_estimate, interpret, scalars, q, w, keys, table, k_scale, q
 
     def body(scalars, *refs):
         refs = types.SimpleNamespace(scalars=scalars, **dict(zip(names, refs)))
-        _program(plan, block_index(pl.program_id(0)), refs)
+        run_program(plan, block_index(pl.program_id(0)), refs)
 
     # Call the kernel.
     return pl.pallas_call(
@@ -307,219 +285,3 @@ def _item(programs, p):
     """
     half = (programs + 1) // 2
     return jnp.where(p < half, 2 * p, 2 * (p - half) + 1)
-
-
-def _program(plan, item, refs):
-    """Runs one program: all scores of its rows, then their selection."""
-    # Initialise weights, bounds, scores and the page table.
-    _spread_weights(refs)
-    steps = [_steps(plan, item, refs, source) for source in range(plan.sources)]
-    total, longest = sum(steps), functools.reduce(jnp.maximum, steps)
-    chunks = (longest * STEP_TILES + TILES - 1) >> (TILES.bit_length() - 1)
-    for group in range(plan.groups):
-        for bound, first in enumerate((MAX_INT, MIN_INT, 0)):
-            refs.bounds[group, bound] = jnp.full((SUBLANES, LANES), first, jnp.int32)
-    # Sources write to the same tiles, each to its rows.
-    first_blank = 0 if plan.sources > 1 else longest * STEP_TILES
-
-    def clear(tile, _):
-        for group in range(plan.groups):
-            refs.scores[group, tile] = jnp.full((SUBLANES, LANES), MIN_INT, jnp.int32)
-        return 0
-
-    lax.fori_loop(first_blank, chunks * TILES, clear, 0)
-    if plan.paged:
-        copy = pltpu.make_async_copy(refs.table.at[item], refs.pages, refs.arrived.at[0])
-        copy.start()
-        copy.wait()
-
-    # Fetch and score all steps of keys of all sources; fetching runs ahead.
-    def fetch(i, cursor):
-        source, step = cursor
-        _fetch(plan, item, refs, source, step, i & (RING - 1))
-        return _next(plan, item, refs, cursor)
-
-    def score(i, cursor):
-        source, step = cursor
-        slot = i & (RING - 1)
-        _wait(refs, slot)
-        _score(plan, item, refs, source, step, slot)
-        return _next(plan, item, refs, cursor)
-
-    def fetch_and_score(i, cursors):
-        fetch_cursor, score_cursor = cursors
-        return fetch(i + RING - 1, fetch_cursor), score(i, score_cursor)
-
-    first = (jnp.int32(0), jnp.int32(0))
-    fetch_cursor = lax.fori_loop(0, jnp.minimum(total, RING - 1), fetch, first)
-    num_ahead = jnp.maximum(total - (RING - 1), 0)
-    _, score_cursor = lax.fori_loop(0, num_ahead, fetch_and_score, (fetch_cursor, first))
-    lax.fori_loop(num_ahead, total, score, score_cursor)
-
-    # Select the k largest of each group, and write their indices.
-    def select_group(group, _):
-        lowest, highest, count = (refs.bounds[group, bound] for bound in range(3))
-        lowest = jnp.min(lowest, axis=1, keepdims=True)
-        highest = jnp.max(highest, axis=1, keepdims=True)
-        count = jnp.sum(count, axis=1, keepdims=True)
-        bracket = selection.kth_largest(
-            refs.scores, group, chunks, lowest, highest, count, plan.k, plan.unroll
-        )
-        selection.write_words(refs.scores, refs.words, group, chunks, bracket, plan.unroll)
-        return 0
-
-    lax.fori_loop(0, plan.groups, select_group, 0)
-    selection.write_indices(refs.words, refs.before, refs.ends, refs.out.at[0], chunks, plan.unroll)
-
-
-def _spread_weights(refs):
-    """Writes weights[part register]: a head's weight of each row in all lanes."""
-    parts, registers = refs.weights.shape[:2]
-    for part in range(parts):
-        weights = refs.w[0, part]
-        for register in range(registers):
-            column = weights[:, register : register + 1]
-            refs.weights[part, register] = jnp.broadcast_to(column, (SUBLANES, LANES))
-
-
-def _first(plan, item, refs, source):
-    """Returns the position of a source's first query in this program."""
-    if plan.paged:
-        return refs.scalars[item * plan.sources + source] - plan.queries
-    row = lax.div(item, plan.blocks)
-    return refs.scalars[row] + (item - row * plan.blocks) * plan.groups * SUBLANES
-
-
-def _rows(plan, item):
-    """Returns how many queries of a source remain at the first one of this program."""
-    if plan.paged:
-        return plan.queries
-    return plan.queries - lax.rem(item, plan.blocks) * plan.groups * SUBLANES
-
-
-def _steps(plan, item, refs, source):
-    """Returns the number of steps of keys visible to the queries of a source, at least 1."""
-    rows = jnp.minimum(_rows(plan, item), plan.groups * SUBLANES)
-    end = jnp.minimum(_first(plan, item, refs, source) + rows, plan.s)
-    return jnp.maximum((end + STEP - 1) >> (STEP.bit_length() - 1), 1)
-
-
-def _next(plan, item, refs, cursor):
-    """Returns the (source, step) after this one."""
-    source, step = cursor
-    if plan.sources == 1:
-        return source, step + 1
-    last = step + 1 == _steps(plan, item, refs, source)
-    # After the last source only its length is read.
-    following = jnp.minimum(source + 1, plan.sources - 1)
-    return jnp.where(last, following, source), jnp.where(last, 0, step + 1)
-
-
-def _fetch(plan, item, refs, source, step, slot):
-    """Starts the copies that fill a slot of the ring."""
-
-    def copy(source_ref, target_ref):
-        pltpu.make_async_copy(source_ref, target_ref, refs.arrived.at[slot]).start()
-
-    row = item * plan.sources + source if plan.paged else lax.div(item, plan.blocks)
-    pages = STEP // plan.page
-    if plan.paged:
-        # Beyond the last page it is read again, so that no branch interrupts the products.
-        used = jnp.maximum(refs.scalars[row] + plan.page - 1, plan.page)
-        last = (used >> (plan.page.bit_length() - 1)) - 1
-        first = source * (refs.pages.shape[1] // plan.sources)
-
-        def page(n, _):
-            page_number = refs.pages[0, first + jnp.minimum(step * pages + n, last)]
-            copy(refs.keys.at[page_number], refs.ring.at[slot, n])
-            return 0
-
-        selection.repeat(pages, page, 0, plan.unroll)
-    else:
-        keys = pl.ds(pl.multiple_of(step * STEP, STEP), STEP)
-        copy(refs.keys.at[row, keys], refs.ring.at[slot, 0])
-    if hasattr(refs, "scale"):
-        copy(refs.all_scale.at[row, step], refs.scale.at[slot])
-    if hasattr(refs, "segments"):
-        copy(refs.all_segments.at[row, step], refs.segments.at[slot])
-
-
-def _wait(refs, slot):
-    """Waits until a slot of the ring has received all of its bytes."""
-    for name in ("ring", "scale", "segments"):
-        if hasattr(refs, name):
-            buffer = getattr(refs, name).at[slot]
-            pltpu.make_async_copy(buffer, buffer, refs.arrived.at[slot]).wait()
-
-
-def _score(plan, item, refs, source, step, slot):
-    """Computes the scores of all rows of a source for the keys of a slot."""
-    # Load the keys and the positions of the rows.
-    keys = refs.ring[slot].reshape(STEP, -1)
-    if keys.dtype != refs.q.dtype:
-        keys = keys.astype(refs.q.dtype)
-    sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), d) for d in (0, 1))
-    first, rows = _first(plan, item, refs, source), _rows(plan, item)
-    shift = plan.rows.bit_length() - 1
-
-    # Scores of one group of 8 rows, tile by tile.
-    def group_scores(group, _):
-        part = group + source
-        dots = _dots(refs.q[0, part], keys)
-        row = group * SUBLANES + (sublane & (plan.rows - 1))
-        is_valid = ((sublane >> shift) == source) if plan.sources > 1 else True
-        if hasattr(refs, "segments"):
-            q_ids = refs.q_ids[0, pl.ds(pl.multiple_of(group * SUBLANES, SUBLANES), SUBLANES)]
-            q_ids = jnp.broadcast_to(q_ids, (SUBLANES, LANES))
-            is_valid = is_valid & (q_ids != 0)
-        last = jnp.where(is_valid & (row < rows), jnp.minimum(first + row, plan.s - 1), -1)
-        low, high, count = (refs.bounds[group, bound] for bound in range(3))
-        for tile in range(STEP_TILES):
-            scores = _weigh(dots, refs.weights, part, tile, plan.rows)
-            if hasattr(refs, "scale"):
-                scores *= refs.scale[slot, tile : tile + 1]
-            tile_index = step * STEP_TILES + tile
-            visible = tile_index * LANES + lane <= last
-            if hasattr(refs, "segments"):
-                visible &= q_ids == refs.segments[slot, tile : tile + 1]
-            scores = selection.ordered(scores, visible)
-            low = jnp.minimum(low, jnp.where(visible, scores, MAX_INT))
-            high = jnp.maximum(high, scores)
-            count += jnp.where(visible, 1, 0)
-            if plan.sources > 1:
-                scores = jnp.maximum(scores, refs.scores[group, tile_index])
-            refs.scores[group, tile_index] = scores
-        for bound, value in enumerate((low, high, count)):
-            refs.bounds[group, bound] = value
-        return 0
-
-    selection.repeat(plan.groups, group_scores, 0, plan.unroll)
-
-
-def _dots(q, keys):
-    """Returns the products of q [m j] with keys [s j], [m s] in float32, or exact int32."""
-    exact = keys.dtype == jnp.int8
-    return lax.dot_general(
-        q,
-        keys,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.int32 if exact else jnp.float32,
-    )
-
-
-def _weigh(dots, weights, part, tile, rows):
-    """Returns float32[8 128]: the weighted sum of ReLU(dots) over heads, for the keys of one tile."""
-    sums = [jnp.zeros((SUBLANES, LANES), jnp.float32)] * 2
-    for register in range(weights.shape[1]):
-        products = dots[
-            register * SUBLANES : (register + 1) * SUBLANES, tile * LANES : (tile + 1) * LANES
-        ]
-        sums[register % 2] += jnp.maximum(products, 0).astype(jnp.float32) * weights[part, register]
-    total = sums[0] + sums[1]
-    # If a source has fewer than 8 rows, a register holds the rows of several heads.
-    step = SUBLANES // 2
-    while step >= rows:
-        total += pltpu.roll(total, step, 0)
-        step //= 2
-    return total

@@ -1,16 +1,24 @@
 """K largest of scores in VMEM, as ascending indices: without sorting, and with exact ties.
 
-Scores are int32 that compare like the floats (`ordered`), a tile of 8 queries x 128 keys per register. The k-th
-largest is bracketed by counting. Keys that reach it become one bit each, 32 keys per word; a chunk of 32 tiles
-is one register of words. From there on the work is a 32nd: the first position of a word follows from the number
-of bits before it, and the key at position p from a search for its word and for the bit in the word.
+Scores are int32 that compare like the floats (`ordered`), a tile of 8 queries x 128 keys per register. They stay in
+VMEM; the caller's program has 1 to 4 groups of 8 queries.
+
+1. `kth_largest` brackets the k-th largest by bisection: each step counts the keys of a group that reach a bound.
+2. `write_words` turns keys that reach it into one bit each, 32 keys per word: a chunk of 32 tiles is one register of
+   words. From there on the work is a 32nd.
+3. `write_indices` fills the result 256 positions at a time: the first position of a word follows from the number of
+   bits before it, and the key at position p from a search for its word and for the bit in the word.
+
+Padding: keys that are not visible are MIN_INT and never reach a bound; positions after the last selected key are -1.
 """
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int32
 
 SUBLANES, LANES = 8, 128
 TILES = 32  # tiles of a chunk: as many as a word has bits
@@ -21,7 +29,7 @@ PLACES = 1 << SHIFT
 MIN_INT, MAX_INT = -(2**31), 2**31 - 1
 
 
-def ordered(scores: Array, visible: Array) -> Array:
+def ordered(scores: Float[Array, "8 128"], visible: Bool[Array, "8 128"]) -> Int32[Array, "8 128"]:
     """Returns int32 that compare like scores, with -0.0 equal to 0.0 and NaN to -inf; MIN_INT where not visible."""
     scores = jnp.where(scores != scores, -jnp.inf, scores)
     raw = lax.bitcast_convert_type(scores, jnp.int32)
@@ -29,18 +37,26 @@ def ordered(scores: Array, visible: Array) -> Array:
     return jnp.where(visible, jnp.where(bits == -1, 0, bits), MIN_INT)  # -1 is -0.0
 
 
-def repeat(count, step, carry, unroll: bool):
+def repeat(count: int, step: Callable, carry, unroll: bool):
     """Runs lax.fori_loop from 0 to a known count. unroll: for compiled code; an interpreter starts sooner without."""
     return lax.fori_loop(0, count, step, carry, unroll=count if unroll else 1)
 
 
-def kth_largest(keys, group, chunks, lowest, highest, count, k: int, unroll: bool):
+def kth_largest(
+    keys,
+    group,
+    chunks,
+    lowest: Int32[Array, "8 1"],
+    highest: Int32[Array, "8 1"],
+    count: Int32[Array, "8 1"],
+    k: int,
+    unroll: bool,
+) -> tuple[Int32[Array, "8 1"], ...]:
     """Returns a bracket of the k-th largest of a group of 8 rows: (lower, upper, reach, above, num_wanted).
 
-    Each is int32[8, 1]. keys: ref int32[groups tiles 8 128]; lowest, highest, count: of the keys of each row above
-    MIN_INT. `reach` keys are >= lower, at least num_wanted = min(k, count). `above` keys, fewer than
-    num_wanted, are >=
-    upper. Either reach = num_wanted, or upper = lower + 1 and too many keys equal lower.
+    keys: ref int32[groups tiles 8 128]. lowest, highest, count: of the keys of each row above MIN_INT.
+    `reach` keys are >= lower, at least num_wanted = min(k, count). `above` keys, fewer than num_wanted, are >= upper.
+    Either reach = num_wanted, or upper = lower + 1 and too many keys equal lower.
     """
     num_wanted = jnp.minimum(count, k)
 
@@ -80,7 +96,9 @@ def kth_largest(keys, group, chunks, lowest, highest, count, k: int, unroll: boo
     return *lax.while_loop(unfinished, halve, start), num_wanted
 
 
-def write_words(keys, words, group, chunks, bracket, unroll: bool):
+def write_words(
+    keys, words, group, chunks, bracket: tuple[Int32[Array, "8 1"], ...], unroll: bool
+) -> None:
     """Writes words[group]: one bit per key, set if it is among the first `num_wanted`, in the order of the keys."""
     lower, upper, reach, above, want = (jnp.broadcast_to(x, (SUBLANES, LANES)) for x in bracket)
 
@@ -111,7 +129,7 @@ def write_words(keys, words, group, chunks, bracket, unroll: bool):
         lax.fori_loop(0, chunks, chunk, want - above)
 
 
-def write_indices(words, before, ends, out, chunks, unroll: bool):
+def write_indices(words, before, ends, out, chunks, unroll: bool) -> None:
     """Writes to out int32[8*groups places] the indices of the bits set in words[groups chunks 8 128], ascending.
 
     before and ends [groups 8 128] are scratch. Unfilled positions are -1. The number of positions is a multiple of

@@ -3,13 +3,24 @@
 The norms need full rows of 2048 columns, which are spread over up to sixteen blocks. Between the products they
 are one XLA pass over the latents, which are results anyway. For 8192 tokens of GLM-5 that pass moves 86 MB,
 compared with 814 GFLOP: less than a fortieth of their time at datasheet rates. The queries, 268 MB, are rotated
-before they are written. Few tokens read 32 MB of weights for the latents, and there are too few blocks of
-columns to load them fast; then the model width is split into parts, whose sums XLA adds in order. The cache's
-rows are written by XLA's scatter, in place if the cache is donated.
+before they are written. The cache's rows are written by XLA's scatter, in place if the cache is donated.
 
-A projection's columns are split into blocks of two warpgroups. The rotation applies to the last 64 columns of a
-head, which are de-interleaved by exact products with permutations. Processors with neighbouring rows load their
-common weights together; the emulator has no barrier for that and runs each processor separately.
+Grid of the product: (block of rows and columns, part of the contraction), in clusters of two blocks with neighbouring
+rows, which load their common weights together; the emulator has no barrier for that and runs each processor separately.
+A block is 128 rows by 256 columns. Few tokens (up to 64) read 32 MB of weights for the latents, and there are too few
+blocks of columns to load them fast; then a block is 64 by 128, and the model width is split into parts, whose sums XLA
+adds in order.
+
+Shared memory, in bfloat16: a ring of three stages of rows [128 64] and weights [64 256] (144 KiB; eight of 24 KiB for
+few tokens), results [2 2 128 64] (64 KiB), and for the rotation two permutations [64 64] (16 KiB). Registers: sums
+float32[128 128] of each compute warpgroup, 128 per thread.
+
+- A loader warpgroup fills the ring along the contraction.
+- Two compute warpgroups, half of the columns each: multiply; rotate the last 64 columns of a head, which are
+  de-interleaved by exact products with permutations; store 64 columns at a time.
+
+Padding: rows to multiples of 8 and columns to multiples of 64; the last block begins within the one before it, and
+stores only what that one does not.
 """
 
 from typing import Any, NamedTuple
@@ -256,6 +267,7 @@ def _call(plan: ProjectionPlan, interpret):
             plgpu.set_max_registers(232, action="increase")
             my_columns = pl.ds(role * width, width)
 
+            # Multiply, and put the result into shared memory for rotation and store.
             def step(n, acc):
                 slot = lax.rem(n, ring)
                 plgpu.barrier_wait(full.at[slot])
@@ -283,6 +295,7 @@ def _call(plan: ProjectionPlan, interpret):
                 pl.when(lax.rem(first + (role + 1) * width, plan.head) == 0)(rotate_tail)
             plgpu.commit_smem()
 
+            # Store, except for columns and rows that another block stores.
             shared = plan.row_blocks * rows - x.shape[0]  # rows that the last two blocks share
 
             def send(i, first, begin):
@@ -308,6 +321,7 @@ def _call(plan: ProjectionPlan, interpret):
 
     # Scratch memory and call.
     def call(x, weights, tables, out_type):
+        # The ring takes the shared memory that results and permutations leave.
         tiled, out_dtype = hopper.tile_transforms(x.dtype), out_type[0].dtype
         used_bytes = rows * columns * out_dtype.itemsize
         scratch = {}
@@ -317,6 +331,7 @@ def _call(plan: ProjectionPlan, interpret):
             used_bytes += 2 * PIECE * PIECE * x.dtype.itemsize
         ring = (BUDGET - used_bytes) // (STEP * (rows + columns) * x.dtype.itemsize)
         ring = min(max(ring, 2), RING)  # float32, which only the emulator takes, may need more
+        # With common weights, a stage is free when the readers of both processors have finished.
         free: Any = {"num_barriers": ring, "num_arrivals": READERS}
         if plan.pair > 1:
             free = plgpu.ClusterBarrier(collective_axes=("pair",), **free)

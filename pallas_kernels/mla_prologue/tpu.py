@@ -1,9 +1,24 @@
 """MLA's projections, norms, rotation and cache write on a TPU, in one pass over the weights.
 
-Grid: (block of tokens, step). For a block of tokens the weights stream through VMEM: first q_a and kv_a along
-the width of the model, then, with both latents normed and kept on the chip, q_b head by head. A 16-bit cache
-row is smaller than the chip's addressable unit, so a token's row is written by reading and writing the tile of
-rows around it.
+Grid: (block of 512 tokens, step). The weights stream through VMEM: for GLM-5 12 steps over the width of the model for
+q_a and kv_a, then 16 steps of 4 heads each for q_b.
+
+Blocks, for GLM-5 in bfloat16, double-buffered by the pipeline: x [512 512] (512 KiB), q_a [512 2048] (2 MiB), kv_a [512
+576] (576 KiB), q_b [2048 1024] (4 MiB), cosines and sines float32[512 128], c_q [512 2048] (2 MiB), queries [512 1024]
+(1 MiB), latents [512 576]. A block whose step has not come or is over keeps its index, so that nothing is copied.
+
+Scratch VMEM: float32 sums of both latents [512 2048] and [512 640] (5.25 MiB), and a tile of 16 cache rows for each
+token [512 16 576] (9 MiB). Scalar memory: three numbers per token that place its row in the cache.
+
+Phases of a program:
+
+1. First step: reset the sums. Steps over the width: add to both latents' sums.
+2. Last of these steps: norms, rotation of the latent, cache write.
+3. Steps over heads: project the latent, which stayed on the chip, and rotate the last columns of each head.
+
+A 16-bit cache row is smaller than the chip's addressable unit, so a token's row is written by reading and writing the
+tile of rows around it; neighbouring tokens of one tile share a buffer. Padding: tokens to full blocks, without a
+place in the cache.
 """
 
 import functools

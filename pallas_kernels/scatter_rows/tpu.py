@@ -1,9 +1,9 @@
 """Row scatter on a TPU: one asynchronous copy per row, all in flight together.
 
-Grid: (1). Rows and new rows stay in HBM, and the result is the same memory as the rows. Only the places are on the
-chip, in scalar memory; more than fit are several calls.
+Grid: (1,). Rows and new rows stay in HBM, and the result is the same memory as the rows. Only the places are on the
+chip, in scalar memory (4 bytes each); more than 131,072 are several calls. VMEM is not used.
 
-1. Start a copy for each place that is not negative.
+1. Start a copy for each place that is not negative and is a row.
 2. Wait for all of them on one semaphore.
 """
 

@@ -45,8 +45,15 @@ def sparse_flash_attention(
     none), each at most once. Sums and the lse have the accumulation dtype. A query without rows gives zeros and
     an infinite lse. Only out carries a gradient.
 
-    block: queries per step of the XLA form. implementation: see `backends.select_backend`.
+    block: queries per step of the XLA form. implementation: see `backends.select_backend`. Raises ValueError if
+    the shapes do not match.
     """
+    b, t, _, x = q.shape
+    if topk.shape[:2] != (b, t) or (latents.shape[0], latents.shape[2]) != (b, x) or value_dim > x:
+        raise ValueError(
+            f"sparse_flash_attention: q {q.shape}, latents {latents.shape}, topk {topk.shape}, value_dim "
+            f"{value_dim}; it takes [b t n x], [b s x], [b t k] and at most x"
+        )
     backend = backends.select_backend(
         "sparse_flash_attention", implementation, q, latents, topk, value_dim
     )
@@ -67,10 +74,11 @@ def paged_sparse_attention(
 ) -> tuple[Float[Array, "b t n y"], Float[Array, "b t n"]]:
     """Returns the same over a paged cache, for decoding: (out, log-sum-exp).
 
-    topk names positions of a query's sequence (-1: none), each at most once. Position i of sequence b is slot i
-    % z of page page_table[b, i // z], for pages [p z x]. pages may also be `WordRows`. A TPU copies single rows
-    only in this form, and converts all others at every call. Only the selected rows are read: on a TPU inside
-    the kernel, elsewhere by XLA. Nothing carries a gradient.
+    topk names positions of a query's sequence (-1: none), each at most once. Position i of sequence b is slot
+    i % z of page page_table[b, i // z], for pages [p z x]. page_table may hold anything where topk names no
+    position. pages may also be `WordRows`. A TPU copies single rows only in this form, and converts all others at
+    every call. Only the selected rows are read: on a TPU inside the kernel, elsewhere by XLA. Nothing carries a
+    gradient.
 
     implementation: see `backends.select_backend`. Raises ValueError if the shapes do not match.
     """

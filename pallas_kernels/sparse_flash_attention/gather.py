@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import hopper
 from pallas_kernels.compat import arith, ir, llvm, memref, nvvm
@@ -16,7 +17,9 @@ from pallas_kernels.compat import arith, ir, llvm, memref, nvvm
 PREFETCH_LISTS = 2  # lists of rows that are fetched in advance
 
 
-def gather(ops: hopper.Ops, table, rows, tile, swizzle: int = 128):
+def gather(
+    ops: hopper.Ops, table: hopper.Ref, rows: hopper.Ref, tile: hopper.Ref, swizzle: int = 128
+) -> None:
     """Sets tile[i] = table[rows[i]], zeros where rows[i] < 0; afterwards tensor cores and copies may read it.
 
     All threads of the warpgroup take part and wait. table [s x] in global memory, with rows that start at
@@ -58,7 +61,7 @@ class GatherRing(NamedTuple):
 
         return stage
 
-    def list_rows(self, rows, i, count):
+    def list_rows(self, rows: hopper.Ref, i, count) -> None:
         """Starts to fetch list i of `count`; rows: a view of int32[m]."""
         slot = lax.rem(i, jnp.int32(PREFETCH_LISTS + 1))
 
@@ -66,13 +69,13 @@ class GatherRing(NamedTuple):
         def _():
             plgpu.copy_gmem_to_smem(rows, self.lists.at[slot], self.lists_ready.at[slot])
 
-    def wait_for_list(self, i):
+    def wait_for_list(self, i) -> hopper.Ref:
         """Waits for list i and returns its view."""
         slot = lax.rem(i, jnp.int32(PREFETCH_LISTS + 1))
         plgpu.barrier_wait(self.lists_ready.at[slot])
         return self.lists.at[slot]
 
-    def drain(self, count):
+    def drain(self, count) -> None:
         """Waits for the readers of the last of `count` tiles; a waiting warpgroup must wait for all arrivals."""
 
         @pl.loop(0, jnp.minimum(count, self.tiles.shape[0]))
@@ -81,7 +84,13 @@ class GatherRing(NamedTuple):
 
 
 def ring(
-    tile, readers: int, dtype, *, stages: int, swizzle: int = 128, arrivals: int = 1
+    tile: tuple[int, ...],
+    readers: int,
+    dtype: DTypeLike,
+    *,
+    stages: int,
+    swizzle: int = 128,
+    arrivals: int = 1,
 ) -> GatherRing:
     """Returns the scratch types of a ring of tiles [... x] for `readers` warpgroups.
 
@@ -97,7 +106,14 @@ def ring(
     )
 
 
-def gather_all(ops: hopper.Ops, table, rows, ring: GatherRing, count, swizzle: int = 128):
+def gather_all(
+    ops: hopper.Ops,
+    table: hopper.Ref,
+    rows: hopper.Ref,
+    ring: GatherRing,
+    count,
+    swizzle: int = 128,
+) -> None:
     """Runs the loader: tile i is table[rows[i m : (i + 1) m]], for i < count."""
     m = ring.lists.shape[1]
     for i in map(jnp.int32, range(PREFETCH_LISTS)):  # traced numbers, because list i need not exist

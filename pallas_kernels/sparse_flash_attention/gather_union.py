@@ -42,9 +42,9 @@ def unite(topk: Int32[Array, "b t k"], s: int, queries: int, multiple: int = 1) 
     """Returns the union of topk int32[b t k] for every `queries` neighbours.
 
     Numbers that are not a row of s count as none. The union has room for `capacity(queries, k, s, multiple)`
-    rows. Queries beyond t, in the last block, select nothing. A block of one query keeps its rows in their
-    order, and its gaps as entries without members. Raises ValueError if queries is above MAX_QUERIES, or s is
-    too large for row and query in one int32.
+    rows. Queries beyond t, in the last block, select nothing. A block of one query whose k entries have room keeps
+    its rows in their order, and its gaps as entries without members. Raises ValueError if queries is above
+    MAX_QUERIES, or s is too large for row and query in one int32.
     """
     b, t, k = topk.shape
     if not 0 < queries <= MAX_QUERIES:
@@ -55,14 +55,14 @@ def unite(topk: Int32[Array, "b t k"], s: int, queries: int, multiple: int = 1) 
     topk = jnp.pad(topk, ((0, 0), (0, groups * queries - t), (0, 0)), constant_values=-1)
     topk = topk.reshape(b, groups, queries, k)
     is_row = (topk >= 0) & (topk < s)
-    if queries == 1:
+    room = capacity(queries, k, s, multiple)
+    if queries == 1 and k <= room:
         is_row = is_row[:, :, 0]
         position = 1 + jnp.arange(k, dtype=jnp.int32)
         rows, members = jnp.where(is_row, topk[:, :, 0], 0), is_row.astype(jnp.int32)
         union = GatherUnion(rows, members, jnp.max(jnp.where(is_row, position, 0), axis=-1))
     else:
         union = _merge_queries(topk, is_row, s)
-    room = capacity(queries, k, s, multiple)
     fit = [(0, 0), (0, 0), (0, max(0, room - queries * k))]
     rows, members = (jnp.pad(x[..., :room], fit) for x in union[:2])
     return GatherUnion(rows, members, union.count)

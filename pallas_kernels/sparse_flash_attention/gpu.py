@@ -1,12 +1,18 @@
 """Attention over selected latents on Hopper: gathered tiles in shared memory, products on tensor cores.
 
+Kernels: `gpu_forward.attend`, and in the backward `gpu_backward.score`, `gpu_backward.spread` and `segment_sum`.
+
 A block of 64 rows, GLM-5's 64 heads of one query, is the limit of one multiprocessor: its 64 x 512 float32 sums
 take half of the registers. A model with fewer heads puts several neighbouring queries into the 64 rows, which
 share the union of their latents and mask by membership. Each gathered row of 1152 bytes therefore feeds 139
 kFLOP (121 per byte) whatever the blocking. Neighbouring queries run at the same time on all multiprocessors,
-and the L2 cache fetches their shared rows once.
+and the L2 cache fetches their shared rows once. If there are too few blocks, as in decoding, lists are split, and XLA
+merges the results of the pieces.
 
 The backward shares the sums of a latent among SHARING blocks: see `gpu_backward`.
+
+Padding: rows of a block to 64 with zeros, lists to full tiles with -1 (zeros are gathered), and the columns of latents
+and values so that each warpgroup has full pieces of 64.
 """
 
 from typing import NamedTuple

@@ -4,15 +4,22 @@ One multiprocessor cannot hold the sums of a block's queries and of a tile's lat
 is split where the least data crosses: at the weights p and the gradients ds of the logits, 256 bytes per latent
 of a block, compared with the 1152 bytes of its gather.
 
-1. `score` visits each block's latents like the forward, sums the gradient of the queries, and writes ds and p.
+1. `score` visits each block's latents like the forward, sums the gradient of the queries, and writes ds and p. Grid:
+   (block of 64 rows). Shared memory, for GLM-5 in bfloat16: queries (72 KiB) and output gradients (64 KiB), a ring of
+   two tiles of 32 latents (72 KiB), two tiles each of ds and p (16 KiB). A loader warpgroup gathers, a score warpgroup
+   computes ds and p, and two others sum 288 columns of dq each, 144 registers per thread.
 2. `spread` takes several neighbouring blocks and the union of their latents, and sums ds^T q + p^T dout over the
-   queries for each latent.
+   queries for each latent. Grid: (union of four blocks, part of the columns). Shared memory: a ring of three stages of
+   192 gathered rows of scores (72 KiB) and of 192 columns of queries or output gradients (72 KiB). A loader warpgroup
+   gathers, and three others sum 64 latents each in registers.
 3. `segment_sum` adds these sums to their latents, in the order of the blocks, so that no sum depends on which
    block finishes first.
 
 The sums of `spread` are float32: 2304 bytes per latent of GLM-5 are written and read again. With one block per
 union this would be 4.6 KB per latent of a query, and take longer than all products. Four blocks whose
 neighbours share nine of ten latents write 1.5 KB.
+
+Padding: entries without a member give weights of 0; tiles after a list's last entry are neither written nor read.
 """
 
 import jax
@@ -90,6 +97,7 @@ def score(
             plgpu.barrier_wait(inputs_in)
             shape = ROWS, SCORED
 
+            # One tile: both products, then p and ds, transposed so that `spread` can gather their rows.
             @pl.loop(0, tiles)
             def _(i):
                 window = pl.ds(i * SCORED, SCORED)

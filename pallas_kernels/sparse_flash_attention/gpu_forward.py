@@ -1,13 +1,15 @@
 """Kernel of `gpu.forward`: a block of rows against its list of latents.
 
-Grid: (block of 64 rows). Shared memory holds the rows' queries, a ring of two gathered tiles of latents, and one
-tile of weights with a factor per row.
+Grid: (block of 64 rows). Shared memory, for latents of 576 columns in bfloat16: the rows' queries [64 576] (72 KiB), a
+ring of two gathered tiles of 64 latents (144 KiB), one tile of weights [64 64] (8 KiB) with a factor per row, and three
+lists of rows.
 
 - A loader warpgroup gathers the tiles.
 - A weight warpgroup computes logits and the online softmax, and writes weights and rescaling factors.
-- The other warpgroups each sum some columns of the values in registers.
+- The other warpgroups (two for 512 columns) each sum some columns of the values in registers, float32[64 256], 128 per
+  thread. The output passes through the queries' buffer.
 
-Products of one tile run during the softmax of the next.
+Products of one tile run during the softmax of the next. A row without latents gives 0 and an infinite log-sum-exp.
 """
 
 import jax
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import hopper
 from pallas_kernels.mask import HIDDEN
@@ -75,11 +77,13 @@ def attend(
         # Weight warpgroup: logits and online softmax.
         def compute_weights():
             plgpu.set_max_registers(96, action="decrease")
+            # The rows' queries.
             plgpu.copy_gmem_to_smem(q_ref.at[block], queries, queries_in)
             query_bits = ops.load(bits_ref, layout=row_of)
             plgpu.barrier_wait(queries_in)
             shape = ROWS, TILE
 
+            # Weights of one tile. They are computed before the wait for the readers of the previous weights.
             def step(i, carry):
                 top, total = carry
                 member_bits = ops.load(
@@ -108,6 +112,7 @@ def attend(
             start = ops.full((ROWS,), HIDDEN, layout=row_of), ops.zeros((ROWS,), layout=row_of)
             top, total = lax.fori_loop(0, tiles, step, start)
 
+            # The last factor normalises the sums.
             @pl.when(tiles > 0)
             def _():
                 plgpu.barrier_wait(weights_free)
@@ -175,7 +180,9 @@ def attend(
     return kernel(q, latents, rows, members, count, bits)
 
 
-def is_selected(query_bits, members, shape):
+def is_selected(
+    query_bits: Int32[Array, " r"], members: Int32[Array, " c"], shape: tuple[int, int]
+) -> Bool[Array, "r c"]:
     """Returns whether the query of a row selected the latent of a column; query_bits: the bits of the queries."""
     return (
         hopper.broadcast_rows(query_bits, shape) & hopper.broadcast_columns(members, shape)

@@ -1,8 +1,8 @@
 """Rows of latents as 32-bit words, for 8-bit caches and for row copies on a TPU.
 
 A row of GLM-5 in 8 bits has 656 bytes, as in DeepSeek's fp8 cache: 512 values c_kv in 8 bits, 64 numbers k_rope
-in bfloat16, and a float32 scale per 128 values. In bfloat16 it has 1,536 bytes on a TPU, of which 1,152 are
-used, because 288 words are padded to full lanes. A TPU can only copy single rows in this form.
+in bfloat16, and a float32 scale per 128 values. In bfloat16 it has 1,536 bytes on a TPU and uses 1,152 of
+them, because 288 words are padded to full lanes. A TPU can only copy single rows in this form.
 """
 
 import dataclasses

@@ -1,16 +1,22 @@
 """KL over selected keys on Hopper: rows are gathered into shared memory, and sums over heads are computed there.
 
-One block per query.
+Grid of both kernels: (query,), with a warpgroup that gathers 64 rows at a time and one that computes.
+
 1. `sum_heads` computes the target from the query's latents, and its scores from its index keys: one number per
-   key.
+   key. Shared memory, for 64 heads of 576 columns in bfloat16: queries (72 KiB) and a ring of two tiles of rows (144
+   KiB); for 32 index heads of 128, 8 and 32 KiB.
 2. XLA compares them (16 KB per query; a gather is 2.9 MB).
 3. `pull_rows` gathers the index keys again, recomputes their products, and sums the gradients: of the query in
-   registers, of the keys as a row of 512 bytes per selected key.
+   registers, float32[128 32], of the keys as a row of 512 bytes per selected key. Shared memory: queries (8 KiB), a
+   ring of two tiles of keys (32 KiB), and two tiles of masked gradients (8 KiB).
 4. `segment_sum` adds these rows key by key in the order of the queries, so that the result does not depend on
    which query finishes first.
 
 Gathers hit the L2 cache where neighbours select the same keys. The rows' gradients, 1 MB per query, are written
 to and read from memory once.
+
+Padding: lists to full tiles with -1 (zeros are gathered), columns to multiples of 64 or 128, heads to multiples of 8
+with an infinite log-sum-exp, index heads to multiples of 32 with a weight of 0.
 """
 
 from collections.abc import Callable

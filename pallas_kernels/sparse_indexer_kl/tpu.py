@@ -1,7 +1,17 @@
 """KL over selected keys by Mosaic: everything about one query happens in VMEM, from its gathered rows.
 
-Grid: (batch, query). XLA gathers the rows of a block of queries and adds the gradients of the index keys. Keys lie
-along lanes, so that scores and probabilities of a query are rows, and a sum over heads is one over sublanes.
+Grid: (batch, query), all in parallel. XLA gathers the rows of a block of queries and adds the gradients of the index
+keys. Keys lie along lanes, so that scores and probabilities of a query are rows, and a sum over heads is one over
+sublanes.
+
+Blocks, for k = 2048 rows of GLM-5 in bfloat16, double-buffered by the pipeline: latents [2048 576] (2.25 MiB), index
+keys [2048 128] (512 KiB), queries [64 576], index queries [32 128], their weights, log-sum-exp and selection; kl
+float32[1 128], and with gradients e float32[32 128] and the gradients of the index keys float32[2048 128] (1 MiB). The
+logits of the attention float32[64 2048] take 512 KiB, those of the indexer half of it.
+
+Phases of a program: (1) target, summed over heads; (2) scores and their log-softmax; (3) KL; (4) gradients.
+
+Padding: none; an entry of topk below 0 has a target of 0 and the score HIDDEN.
 """
 
 from typing import Any

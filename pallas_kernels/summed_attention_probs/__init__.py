@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
+from pallas_kernels.mask import check_segments
 
 
 class Static(NamedTuple):
@@ -34,9 +35,10 @@ def summed_attention_probs(
     the largest array, so t should be a block of queries. Nothing carries a gradient.
 
     implementation: see `backends.select_backend`. Raises ValueError if the heads of keys do not divide those of
-    queries.
+    queries, or the segments do not match.
     """
     check_heads("summed_attention_probs", q, k)
+    check_segments("summed_attention_probs", q_segments, k_segments, q.shape[:2], k.shape[:2])
     backend = backends.select_backend("summed_attention_probs", implementation, q, k)
     q, k, lse = lax.stop_gradient((q, k, lse))
     run = backend.function("forward")

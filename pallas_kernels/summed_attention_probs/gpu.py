@@ -1,9 +1,20 @@
 """Attention probabilities summed over heads on Hopper: the sum stays in registers over the loop over heads.
 
-Grid: (batch, key tile, query tile). A block is 128 queries, 64 per warpgroup, by 256 keys; its float32 sums
-take half of the registers. A third warpgroup loads. Per head a block reads 128 rows of queries and 256 of keys:
-85 FLOP per byte from the L2 cache. Blocks of the same keys run at the same time, so that memory delivers these
+Grid: (batch, key tile, query tile). A block is 128 queries, 64 per compute warpgroup, by 256 keys; its float32 sums
+take half of the registers, two halves [64 128] per warpgroup. Per head a block reads 128 rows of queries and 256 of
+keys: 85 FLOP per byte from the L2 cache. Blocks of the same keys run at the same time, so that memory delivers these
 keys once.
+
+Shared memory, for heads of 256 columns in bfloat16: the queries of two heads [2 128 256] (128 KiB), and a ring of three
+tiles of 128 keys by 128 columns (96 KiB).
+
+Phases of a program:
+
+- Loader warpgroup: queries and keys of each head.
+- Two compute warpgroups: logits of each half, and the sum of their exponentials. They take turns: the exponentials of
+  one run during the products of the other. After the last head: mask, and store once.
+
+Padding: queries to 128, keys to 256 and columns to 64, with zeros in segment 0. A hidden tile has no heads and is zero.
 """
 
 import jax
@@ -145,6 +156,7 @@ def sum_heads(
             def yield_turn():
                 plgpu.barrier_arrive(turn.at[1 - role])
 
+            # Probabilities of one head, in two halves of the keys.
             def step(head, totals):
                 slot_of_queries = lax.rem(head, 2)
                 norm = hopper.broadcast_rows(
@@ -172,6 +184,7 @@ def sum_heads(
 
             totals = lax.fori_loop(0, heads, step, [ops.zeros(shape)] * 2)
             pl.when(role == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+            # Mask once, after the sum, and store.
             query = ops.cast(lax.iota(jnp.int32, 64), row_of)
             query = hopper.broadcast_rows(
                 query + (start_ref[0] + tile * QUERIES + role * 64), shape

@@ -1,8 +1,17 @@
 """Attention probabilities summed over heads, by Mosaic: the sum stays in VMEM over the loop over heads.
 
-Grid: (batch, query tile, key tile, head). Keys lie along sublanes and queries along lanes, so that per-query
-numbers (here the log-sum-exp; in the indexer's kernels also head weights and statistics) are rows that
-broadcast at no cost.
+Grid: (batch, query tile, key tile, head), the heads innermost and in order. Keys lie along sublanes and queries along
+lanes, so that per-query numbers (here the log-sum-exp; in the indexer's kernels also head weights and statistics) are
+rows that broadcast at no cost.
+
+Blocks, for heads of x = 256 columns in bfloat16, double-buffered by the pipeline: queries of a head [x 512] (256 KiB),
+keys of a head [1024 x] (512 KiB), log-sum-exp of all heads float32[64 512] (128 KiB), segments, and the sum
+float32[1024 512] (2 MiB), which is also the accumulator.
+
+Phases of a program: (1) first head: set the sum to zero; (2) visible tile: add the head's probabilities; (3) last head:
+set hidden pairs to zero.
+
+Padding: queries and keys to multiples of 128, in segment 0. Hidden tiles are not computed, and their keys not copied.
 """
 
 from typing import NamedTuple
@@ -12,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.cost import estimate, visible_pairs
 from pallas_kernels.numerics import LOG2E
@@ -193,12 +202,12 @@ def tile_visibility(
     )
 
 
-def tile_span(tiles, query_tile):
+def tile_span(tiles, query_tile) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
     """Returns begin and end (exclusive) of the key tiles that a query tile of `TileVisibility.tiles` sees."""
     return tiles[2 * query_tile], tiles[2 * query_tile + 1]
 
 
-def nearest_tile(tile, low, high):
+def nearest_tile(tile, low, high) -> Int32[Array, ""]:
     """Returns the closest tile of a span.
 
     Outside the span the block index then stays the same, and nothing is copied.
@@ -206,10 +215,15 @@ def nearest_tile(tile, low, high):
     return jnp.clip(tile, low, jnp.maximum(high - 1, low))
 
 
-def visible_mask(query: Array, key: Array, q_ids: Array, k_ids: Array) -> Array:
-    """Returns bool[keys queries] of a tile, given the indices of its first query and key; inside a kernel.
+def visible_mask(
+    query: Int32[Array, ""],
+    key: Int32[Array, ""],
+    q_ids: Int32[Array, "1 queries"],
+    k_ids: Int32[Array, "1 keys"],
+) -> Bool[Array, "keys queries"]:
+    """Returns the visibility of a tile whose first query and key have these indices; inside a kernel.
 
-    q_ids [1 queries] and k_ids [1 keys] are segments.
+    q_ids and k_ids are segments.
     """
     keys, queries = k_ids.shape[1], q_ids.shape[1]
     shape = (keys, queries)

@@ -1,9 +1,20 @@
 """Exact k largest of long rows on Hopper, reading each row once.
 
-One warpgroup per row. Candidates (keys above a floor) gather in shared memory in the order of their indices.
-When they fill it, the k-th largest becomes the floor and the k best stay. Keys in random order seldom fill it
-twice. Rising keys, the worst case, fill it after every stage or two. A later key that equals the floor has a
-higher index than k keys that are at least as large, so it is correctly left out.
+Grid: (row,), one warpgroup per row. Shared memory: two stages of 4096 keys (32 KiB), and candidates with their indices:
+8192 of each for k = 2048 (64 KiB), 20,480 for the maximum k.
+
+Phases of a program:
+
+1. Copy a stage; count its keys above a floor, and append them and their indices to the candidates, in the order of
+   their indices.
+2. If they do not fit, keep the k best: bisect for a bound that k to k + 512 candidates reach, which becomes the floor.
+   Of keys that equal it the first stay.
+3. After the last stage keep exactly k, and write their indices.
+
+Keys in random order seldom fill the candidates twice. Rising keys, the worst case, fill them after every stage or two.
+A later key that equals the floor has a higher index than k keys that are at least as large, so it is left out.
+
+Padding: rows to full stages; only indices within a row's bounds count. Positions after the last index are -1.
 """
 
 import functools

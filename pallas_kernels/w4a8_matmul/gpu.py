@@ -2,10 +2,22 @@
 
 Weights are loaded packed, half a byte each, and become left operands of tensor cores in registers (see
 `int4_layout`). Rows of activations are the right operand in shared memory, so that few rows waste little: the
-minimum is 8. A block of 256 columns, or of 64 if there are few, is paired with a tile of rows of one expert;
-columns that do not fill a block are padded at every call. Each multiprocessor processes its share of the
-(block, tile) pairs, an expert's pairs one after another, and the loader runs ahead across them. Within a weight
-group sums are integers, sixteenfold as in `tpu`; the groups are added in float32.
+minimum is 8.
+
+Grid: (multiprocessor,). A block of 256 columns, or of 64 if there are few, is paired with a tile of up to 128 rows of
+one expert. Each multiprocessor processes its share of the (block, tile) pairs, an expert's pairs one after another.
+
+Shared memory, for 128 rows in bfloat16 results and groups of 128: a ring of four stages of rows int8[128 128], packed
+weights int8[64 256] and scales float32[256] (132 KiB), and results [2 128 128] (64 KiB). Registers: two sums float32[64
+128] per compute warpgroup, 128 per thread, and one product of the same size in flight.
+
+- A loader warpgroup fills the ring, also ahead into the next pairs.
+- One or two compute warpgroups, with separate columns: unpack a group, multiply, scale by column and add. Then scale by
+  row, reorder the columns and store.
+
+Within a weight group sums are integers, sixteenfold as in `tpu`; the groups are added in float32 in their order.
+
+Padding: columns to full blocks at every call, and rows to a multiple of 8; a tile stores only its expert's rows.
 """
 
 from typing import NamedTuple
@@ -15,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8, Int32
 
 from pallas_kernels import compat, hopper
 from pallas_kernels.w4a8_matmul import int4_layout
@@ -234,6 +246,7 @@ def _call(plan: W4A8Plan, out_dtype, interpret):
                 columns = pl.ds(block * plan.columns, plan.columns)
                 rows = pl.ds(bounds[0], plan.rows)
 
+                # Weights and scales of a step, and the activations that its low and its high integers multiply.
                 def step(i, n):
                     slot = lax.rem(n, plan.ring)
                     pl.when(n >= plan.ring)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -260,6 +273,7 @@ def _call(plan: W4A8Plan, out_dtype, interpret):
 
             steps_done = for_each_pair(run_pair, jnp.int32(0))
 
+            # A warpgroup that waits for a barrier must wait for all of its arrivals.
             @pl.loop(0, jnp.minimum(steps_done, plan.ring))
             def _(n):
                 plgpu.barrier_wait(free.at[lax.rem(steps_done - 1 - n, plan.ring)])
@@ -344,6 +358,7 @@ def _call(plan: W4A8Plan, out_dtype, interpret):
 
     # Scratch memory and call.
     def call(x, x_scale, w, w_scale, *entries):
+        # The emulator runs two processors, because each costs time.
         kernel = hopper.kernel(
             body,
             kernel_name="w4a8_matmul",
@@ -380,8 +395,8 @@ def _call(plan: W4A8Plan, out_dtype, interpret):
     return call
 
 
-def multiply(ops, pairs):
-    """Returns int32[64 n] of each pair of a left operand and a tile [n k].
+def multiply(ops: hopper.Ops, pairs: list[tuple[Array, hopper.Ref]]) -> list[Int32[Array, "64 n"]]:
+    """Returns the product of each pair of a left operand [64 k] and a tile [n k].
 
     All products are in flight together.
     """
@@ -398,7 +413,7 @@ def multiply(ops, pairs):
     return pl.run_scoped(run, *[hopper.Accumulator(shape, jnp.int32)] * len(pairs))
 
 
-def copy_rows_by_bits(tile, first, count, out, target, columns):
+def copy_rows_by_bits(tile: hopper.Ref, first, count, out: hopper.Ref, target, columns) -> None:
     """Copies tile[first : first + count] to out[target : target + count, columns], one copy per bit of the count."""
     size = 1 << (tile.shape[0].bit_length() - 1)
     while size:

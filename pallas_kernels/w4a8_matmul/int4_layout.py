@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int8
 
 from pallas_kernels import hopper
 from pallas_kernels.compat import arith, ir, vector
@@ -49,7 +50,7 @@ def out_layout(v: int):
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -5), vector_dim=-1)
 
 
-def unpack(ops: hopper.Ops, tile):
+def unpack(ops: hopper.Ops, tile: hopper.Ref) -> list[Int8[Array, "64 k"]]:
     """Returns v / 2 operands int8[64, 2 ROWS], sixteen times the integers of the bytes tile [ROWS, 32 v].
 
     Along the contraction the low integers come first, then the high ones.
@@ -68,7 +69,7 @@ def unpack(ops: hopper.Ops, tile):
     return run(unpack)(ops.load(tile, (), bytes_layout(v)))
 
 
-def spread_scales(ops: hopper.Ops, numbers):
+def spread_scales(ops: hopper.Ops, numbers: hopper.Ref) -> list[Float[Array, " 64"]]:
     """Returns v / 2 float32[64] in the order of the operands' rows, from float32 numbers [32 v] by column."""
     v = numbers.shape[0] // 32
     if ops.is_emulated:
@@ -82,7 +83,7 @@ def spread_scales(ops: hopper.Ops, numbers):
     return run(spread_scales)(ops.load(numbers, (), column_layout(v)))
 
 
-def join_columns(ops: hopper.Ops, sums):
+def join_columns(ops: hopper.Ops, sums: list[Float[Array, "64 n"]]) -> Float[Array, "n columns"]:
     """Returns float32[n, 32 v] by column, from v / 2 sums [64, n] of the operands' rows."""
     v, n = 2 * len(sums), sums[0].shape[1]
     if ops.is_emulated:

@@ -1,12 +1,20 @@
 """Int8 rows times int4 weights for TPU (Mosaic).
 
-Grid: (column tile, schedule entry). A step has one tile of rows over the full contraction, one column tile of one
-group's packed weights, and their float32 sums.
+Grid: (column tile, schedule entry), the entries in order. Tiles of rows are paired with the column tiles of their
+group's weights as in `grouped_matmul.tpu`; weights without experts are those of one group.
 
-Tiles of rows are paired with the column tiles of their group's weights as in `grouped_matmul.tpu`; weights
-without experts are those of one group. Bytes are unpacked in VMEM, 32 bits at a time. Each half byte, left in
-its place, is sixteen times its integer in two's complement: one mask gives the high integers, and a shift with
-the mask the low ones. The factor sixteen is divided out at the end, where this is exact.
+Blocks, for k = 6144 in groups of 128, double-buffered by the pipeline: rows int8[128 k] (768 KiB), scales of the rows,
+packed weights int8[k/2 1024] (3 MiB), scales float32[k/128 1024] (192 KiB), result [128 1024] (256 KiB in bfloat16).
+The float32 sums of 256 columns at a time stay in registers.
+
+Phases of a program: for each 256 columns unpack a group's weights, multiply (exact in int32), scale, and add in float32
+over the groups in their order; scale the rows; write the rows of this group. Tiles without rows are set to zero.
+
+Bytes are unpacked in VMEM, 32 bits at a time. Each half byte, left in its place, is sixteen times its integer in two's
+complement: one mask gives the high integers, and a shift with the mask the low ones. The factor sixteen is divided
+out at the end, where this is exact.
+
+Padding: none of rows and weights; the scales of the rows are padded to full tiles.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Judges over real HTTP that are easily led: what a model might fall for, made certain."""
+"""Simulates judges over real HTTP that follow injected instructions every time, as a weak model might."""
 
 import contextlib
 import json
@@ -15,16 +15,17 @@ TURN = re.compile(r"<\|(?:user|assistant|system|im_start|observation)\|>")
 
 @contextlib.asynccontextmanager
 async def serving(answer):
-    """A server whose replies are what `answer` gives for a request: content, a `web.Response`, or several choices'
-    fields as a dict. Its url."""
+    """Serves chat completions and yields the URL. `answer` returns content, a `web.Response`, or a choice's fields as a
+    dict.
+    """
 
     async def chat(request):
         body = await request.json()
-        said = answer(body)
-        said = await said if hasattr(said, "__await__") else said
-        if isinstance(said, web.StreamResponse):
-            return said
-        choice = said if isinstance(said, dict) else {"message": {"content": said}}
+        response = answer(body)
+        response = await response if hasattr(response, "__await__") else response
+        if isinstance(response, web.StreamResponse):
+            return response
+        choice = response if isinstance(response, dict) else {"message": {"content": response}}
         return web.json_response({"choices": [{"finish_reason": "stop", **choice}]})
 
     app = web.Application()
@@ -41,57 +42,58 @@ async def serving(answer):
 
 @contextlib.asynccontextmanager
 async def client(answer, **options):
-    """A client of a server of `serving`."""
+    """Yields a client of a server of `serving`."""
     async with serving(answer) as url, ChatClient(url, **options) as opened:
         yield opened
 
 
 def form(body):
-    """(key, the verdict that the judge is shown as an example) of a request."""
+    """Returns (key, the verdict that the request shows as an example)."""
     system = body["messages"][0]["content"]
     return MARK.search(system)[1], json.loads(system.splitlines()[-1])
 
 
 def parts(body):
-    """(by name what is fenced, all else that a user said), as one sees it who takes chat tokens for turns: what
-    follows one is no data, wherever it stands."""
+    """Returns (fenced texts by name, all other text of the user), as seen by a model that reads chat tokens as turns.
+    Text after such a token counts as outside of the fence.
+    """
     key, _ = form(body)
-    said = body["messages"][1]["content"]
-    said, *turns = TURN.split(said)
+    content = body["messages"][1]["content"]
+    content, *turns = TURN.split(content)
     block = re.compile(rf"<data-{key} (\w+)>\n(.*?)\n</data-{key}>", re.DOTALL)
-    return dict(block.findall(said)), "\n".join([block.sub("", said), *turns])
+    return dict(block.findall(content)), "\n".join([block.sub("", content), *turns])
 
 
 def verdict(body, quality, winner=None):
-    """The content of a verdict. quality: of a fenced text, 0 to `TOP`."""
+    """Returns the content of a verdict. quality: function from a fenced text to a score, 0 to `TOP`."""
     key, shown = form(body)
-    found, _ = parts(body)
-    scores = {name: quality(text) for name, text in found.items() if name != "task"}
+    fenced, _ = parts(body)
+    scores = {name: quality(text) for name, text in fenced.items() if name != "task"}
     if "winner" not in shown:
-        given = dict.fromkeys(shown["scores"], scores.get("reply", 0))
-        return json.dumps({"key": key, "reasons": "r", "scores": given})
-    given = {side: dict.fromkeys(shown["scores"][side], scores.get(side, 0)) for side in "AB"}
+        values = dict.fromkeys(shown["scores"], scores.get("reply", 0))
+        return json.dumps({"key": key, "reasons": "r", "scores": values})
+    values = {side: dict.fromkeys(shown["scores"][side], scores.get(side, 0)) for side in "AB"}
     if winner is None:
         winner = max("AB", key=lambda side: scores.get(side, 0))
         winner = "tie" if scores.get("A") == scores.get("B") else winner
-    return json.dumps({"key": key, "reasons": "r", "scores": given, "winner": winner})
+    return json.dumps({"key": key, "reasons": "r", "scores": values, "winner": winner})
 
 
 def facts(text):
-    """How often a text says "fact"."""
+    """Counts how often the text contains "fact", at most `TOP`."""
     return min(TOP, text.count("fact"))
 
 
 def gullible(body):
-    """Judges what is fenced by its facts, unless somebody asks otherwise outside of the fence."""
+    """Judges the fenced texts by their facts, unless text outside of the fence contains instructions."""
     _, outside = parts(body)
-    asked = outside.replace(f"Give your verdict as JSON, with the key {form(body)[0]}.", "")
-    if re.search(r"score|verdict|10|perfect|win", asked, re.IGNORECASE):
+    instructions = outside.replace(f"Give your verdict as JSON, with the key {form(body)[0]}.", "")
+    if re.search(r"score|verdict|10|perfect|win", instructions, re.IGNORECASE):
         return verdict(body, lambda text: TOP, "A")
     return verdict(body, facts)
 
 
 def parrot(body):
-    """Repeats the first verdict that it reads, and judges by itself where there is none."""
-    found = re.search(r'\{[^{}]*"scores".*\}', body["messages"][1]["content"], re.DOTALL)
-    return found[0] if found else verdict(body, facts)
+    """Repeats the first verdict in its input, and judges by facts where there is none."""
+    echo = re.search(r'\{[^{}]*"scores".*\}', body["messages"][1]["content"], re.DOTALL)
+    return echo[0] if echo else verdict(body, facts)

@@ -1,4 +1,4 @@
-"""Models that say what a test has them say, as a client of chats and as a server."""
+"""Simulates models with scripted replies, as a chat client and as a server."""
 
 import asyncio
 import json
@@ -8,15 +8,18 @@ from glm5_jax.runtime.http_server import HttpServer, ListenConfig, json_response
 
 
 class Scripted:
-    """Says one reply after the other: text is an answer, a list of (tool, arguments) are calls, an exception is raised, and
-    a dict is the choice itself. Or what a function of the messages gives. asked: (messages, fields) of each request."""
+    """Chat client with scripted replies, from a list or from a function of the messages.
+
+    A text is an answer, a list of (tool, arguments) makes calls, an exception is raised, and a dict is the complete
+    choice. requests: (messages, fields) of each request.
+    """
 
     def __init__(self, replies: Sequence | Callable):
-        self._next = replies if callable(replies) else lambda _, given=iter(replies): next(given)
-        self.asked = []
+        self._next = replies if callable(replies) else lambda _, script=iter(replies): next(script)
+        self.requests = []
 
     async def chat(self, messages, **fields):
-        self.asked.append((list(messages), fields))
+        self.requests.append((list(messages), fields))
         reply = self._next(messages)
         if isinstance(reply, BaseException):
             raise reply
@@ -24,29 +27,31 @@ class Scripted:
             return reply
         if isinstance(reply, str):
             return {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
-        return calling(*reply, number=len(self.asked))
+        return calling(*reply, number=len(self.requests))
 
 
 def calling(*calls, number=0, reasoning="I look."):
-    """The choice that makes calls; arguments that are text stand in it as they are."""
-    made = [
+    """Returns a choice that makes calls. Arguments that are text are used as they are."""
+    tool_calls = [
         {
             "id": f"c{number}-{i}",
             "type": "function",
             "function": {
                 "name": name,
-                "arguments": given if isinstance(given, str) else json.dumps(given),
+                "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
             },
         }
-        for i, (name, given) in enumerate(calls)
+        for i, (name, arguments) in enumerate(calls)
     ]
     message = {"role": "assistant", "content": None, "reasoning_content": reasoning}
-    return {"message": message | {"tool_calls": made}, "finish_reason": "tool_calls"}
+    return {"message": message | {"tool_calls": tool_calls}, "finish_reason": "tool_calls"}
 
 
 class ScriptedServer(HttpServer):
-    """OpenAI's API, also behind the sessions of a gateway, of a model that is scripted; a choice with "sleep" comes after so
-    many seconds. paths: that were asked."""
+    """OpenAI's API of a scripted model, also at the paths of gateway sessions.
+
+    A choice with "sleep" is delayed by that many seconds. paths: paths of all requests.
+    """
 
     def __init__(self, replies: Sequence | Callable, config: ListenConfig = ListenConfig(port=0)):
         super().__init__(config)

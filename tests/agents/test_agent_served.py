@@ -1,5 +1,6 @@
-"""The loop over a real server, with a policy that writes some of everything: whatever it writes is read again, and what
-the loop counts is what the server reads."""
+"""Tests the loop on a real server with a random policy: every reply can be read again, and token counts equal the
+server's.
+"""
 
 import asyncio
 import dataclasses
@@ -18,18 +19,18 @@ from tests.rl.test_tool_chats import LENGTH, LOOK, TOKENIZER, policy
 
 TASK = Task(id="t", kind="any", messages=({"role": "user", "content": "?"},), tools=(LOOK,))
 COUNTER = TokenCounter(TOKENIZER)
-OWN = COUNTER.prompt(TASK)
-CONTEXTS = (ContextConfig(None, None), ContextConfig(1, None), ContextConfig(1, OWN + 30))
+PROMPT_TOKENS = COUNTER.prompt(TASK)
+CONTEXTS = (ContextConfig(None, None), ContextConfig(1, None), ContextConfig(1, PROMPT_TOKENS + 30))
 
 
 class Watching(ChatClient):
-    """asked: messages and choice of each request, by its seed."""
+    """Client that records the messages and choice of each request by seed."""
 
-    asked: dict
+    recorded: dict
 
     async def chat(self, messages, **fields):
         choice = await super().chat(messages, return_token_ids=True, **fields)
-        self.asked.setdefault(fields["seed"], []).append((messages, choice))
+        self.recorded.setdefault(fields["seed"], []).append((messages, choice))
         return choice
 
 
@@ -39,52 +40,52 @@ async def look(task, arguments):
 
 async def attempts(url, config):
     async with Watching(url) as client:
-        client.asked = {}
+        client.recorded = {}
         agent = ChatAgent(
             client=client, tools=Toolbox({"f": look}, [TASK]), counter=COUNTER, config=config
         )
         fields = [{"seed": seed, "temperature": 0.9, "top_p": 1.0} for seed in range(12)]
-        own = (dataclasses.replace(agent, fields=one)(TASK) for one in fields)
-        return await asyncio.gather(*own), [client.asked[one["seed"]] for one in fields]
+        runs = (dataclasses.replace(agent, fields=options)(TASK) for options in fields)
+        return await asyncio.gather(*runs), [client.recorded[options["seed"]] for options in fields]
 
 
 @pytest.mark.slow
-def test_whatever_is_written_is_read_again_and_counted():
+def test_counts_tokens_as_server_does():
     options = dict(max_num_seqs=12, max_length=LENGTH, page_size=32, prefill_chunk=64)
     server = Server(
         Engine(policy(), TOKENIZER, EngineConfig(**options)), TOKENIZER, ServerConfig(port=0)
     )
-    ended, several, omitted, restarts = set(), 0, 0, 0
+    ended, num_long, omitted, restarts = set(), 0, 0, 0
     with server.running() as url:
         for context in CONTEXTS:
             limits = LoopConfig(
                 max_turns=4, max_tokens=LENGTH - 24, reply_tokens=24, context=context
             )
-            traces, asked = asyncio.run(attempts(url, limits))
-            for trace, own in zip(traces, asked):
+            traces, requests = asyncio.run(attempts(url, limits))
+            for trace, attempt in zip(traces, requests):
                 ended.add(trace.ended)
                 restarts += len(trace.restarts)
-                several += len(own) > 2
+                num_long += len(attempt) > 2
                 counted, before = Context(context, TASK, COUNTER), []
                 rounds = rounds_of(trace.messages)
-                for number, (messages, choice) in enumerate(own):
+                for number, (messages, choice) in enumerate(attempt):
                     if number:
                         counted.add(rounds[number - 1])
                     ids = choice["prompt_token_ids"]
                     assert counted.messages() == messages and counted.num_tokens == len(ids)
                     omitted += OMITTED in [message["content"] for message in messages]
                     if context == CONTEXTS[0]:
-                        # What the last reply was prompted with, but for its last token, whether it thinks.
+                        # The prompt extends the last one, except its last token, which sets the thinking mode.
                         assert ids[: len(before)] == before
                     before = ids[:-1]
-    assert ended >= {"answer", "length"} and several > 5 and omitted > 5 and restarts > 0
+    assert ended >= {"answer", "length"} and num_long > 5 and omitted > 5 and restarts > 0
 
 
 def rounds_of(messages):
-    """Calls with their results, in order."""
-    found = []
+    """Returns the calls with their results, in order."""
+    rounds = []
     for message in messages:
         if message["role"] == "assistant":
-            found.append([])
-        found[-1].append(message)
-    return [own for own in found if len(own) > 1]
+            rounds.append([])
+        rounds[-1].append(message)
+    return [messages_of_round for messages_of_round in rounds if len(messages_of_round) > 1]

@@ -1,4 +1,4 @@
-"""Replies whose calls are broken: worth the same over a gateway as to rollouts in the trainer's process."""
+"""Tests that replies with broken calls get the same reward over a gateway as in the trainer's process."""
 
 import asyncio
 import contextlib
@@ -27,9 +27,9 @@ ADD = {
     },
 }
 TASK = Task(id="t", kind="tir", messages=({"role": "user", "content": "2+3?"},), tools=(ADD,))
-WHOLE = "<tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>"
-CUT = WHOLE.removesuffix("</tool_call>")
-TWICE = WHOLE.replace("</tool_call>", "<arg_key>a</arg_key><arg_value>3</arg_value></tool_call>")
+COMPLETE = "<tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>"
+CUT = COMPLETE.removesuffix("</tool_call>")
+TWICE = COMPLETE.replace("</tool_call>", "<arg_key>a</arg_key><arg_value>3</arg_value></tool_call>")
 ANSWER = "</think>5<|user|>"
 
 
@@ -42,7 +42,7 @@ def verdict(attempt):
 
 
 class InProcess:
-    """An engine that says one text after the other."""
+    """Engine that returns scripted texts."""
 
     max_length = 2000
 
@@ -56,7 +56,7 @@ class InProcess:
 
 
 class Served(Engine):
-    """A server of an engine that says one text after the other."""
+    """Server of an engine that returns scripted texts."""
 
     def __init__(self, texts):
         super().__init__(delay=0)
@@ -102,21 +102,21 @@ def over_a_gateway(texts):
 @pytest.mark.parametrize(
     ("texts", "value"),
     [
-        ([f"</think>{WHOLE}<|observation|>", ANSWER], 1),
-        ([f"</think>{WHOLE}<|user|>", ANSWER], 1),
-        ([f"</think>{WHOLE}<|endoftext|>", ANSWER], 1),
+        ([f"</think>{COMPLETE}<|observation|>", ANSWER], 1),
+        ([f"</think>{COMPLETE}<|user|>", ANSWER], 1),
+        ([f"</think>{COMPLETE}<|endoftext|>", ANSWER], 1),
         ([f"</think>{CUT}<|user|>", ANSWER], 0),
         ([f"</think>{CUT}", ANSWER], 0),
         ([f"</think>{CUT}<|observation|>", ANSWER], 0),
         ([f"</think>5{TWICE}<|observation|>", ANSWER], 0),
-        ([f"</think>{WHOLE}{TWICE}<|observation|>", ANSWER], 0),
-        ([f"</think>{WHOLE.replace('add', 'rm')}<|observation|>", ANSWER], 0),
+        ([f"</think>{COMPLETE}{TWICE}<|observation|>", ANSWER], 0),
+        ([f"</think>{COMPLETE.replace('add', 'rm')}<|observation|>", ANSWER], 0),
         (["</think>5<tool_call></tool_call><|observation|>", ANSWER], 0),
         (["</think><tool_call></tool_call>5<|observation|>", ANSWER], 1),
         ([ANSWER], 1),
     ],
 )  # fmt: skip
-def test_gives_a_broken_call_the_same_reward_on_both_ways(texts, value):
+def test_rewards_broken_call_equally_in_both_paths(texts, value):
     ours, theirs = in_process(texts), over_a_gateway(texts)
     assert verdict(ours).value == verdict(theirs).value == value
     assert ours.finish_reason == theirs.finish_reason and bool(ours.error) == bool(theirs.error)

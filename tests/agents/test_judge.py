@@ -1,4 +1,7 @@
-"""The judge over real HTTP: verdicts, failures, pairs; test_judge_injections has the texts that try to be one."""
+"""Tests the judge over real HTTP: verdicts, failures and pairs.
+
+Texts that imitate verdicts are in test_judge_injections.
+"""
 
 import asyncio
 import json
@@ -19,24 +22,24 @@ TASK = ({"role": "user", "content": "Say something true."},)
 BAD, GOOD = "fact fact", "fact " * 8
 
 
-def scored(answer, reply=BAD, rubric=RUBRIC, options=None, **fields):
+def score_reply(answer, reply=BAD, rubric=RUBRIC, options=None, **fields):
     async def run():
-        async with client(answer, **(options or {})) as opened:
-            return await Judge(client=opened, **fields).score(rubric, TASK, reply)
+        async with client(answer, **(options or {})) as chat_client:
+            return await Judge(client=chat_client, **fields).score(rubric, TASK, reply)
 
     return asyncio.run(run())
 
 
-def compared(answer, reply, other, **fields):
+def compare_replies(answer, reply, other, **fields):
     async def run():
-        async with client(answer) as opened:
-            return await Judge(client=opened, **fields).compare(RUBRIC, TASK, reply, other)
+        async with client(answer) as chat_client:
+            return await Judge(client=chat_client, **fields).compare(RUBRIC, TASK, reply, other)
 
     return asyncio.run(run())
 
 
 def scores(right, kind):
-    """Answers with these scores for a reply."""
+    """Returns an answer function that gives these scores to a reply."""
 
     def answer(body):
         key, _ = form(body)
@@ -45,13 +48,13 @@ def scores(right, kind):
     return answer
 
 
-def test_the_score_is_the_mean_of_the_criteria():
-    got = scored(scores(8, 3))
-    assert got.value == pytest.approx(0.55) and got.parts == {"right": 0.8, "kind": 0.3}
-    assert scored(scores(0, 0)).value == 0 and scored(scores(TOP, TOP)).value == 1
+def test_score_is_mean_of_criteria():
+    reward = score_reply(scores(8, 3))
+    assert reward.value == pytest.approx(0.55) and reward.parts == {"right": 0.8, "kind": 0.3}
+    assert score_reply(scores(0, 0)).value == 0 and score_reply(scores(TOP, TOP)).value == 1
 
 
-def test_what_the_judge_is_asked():
+def test_sends_rubric_guidance_and_fenced_texts():
     seen = []
 
     def answer(body):
@@ -59,8 +62,8 @@ def test_what_the_judge_is_asked():
         return verdict(body, facts)
 
     async def run():
-        async with client(answer, model="big", api_key="k") as opened:
-            judge = Judge(client=opened, fields={"temperature": 0.5, "max_tokens": 7})
+        async with client(answer, model="big", api_key="k") as chat_client:
+            judge = Judge(client=chat_client, fields={"temperature": 0.5, "max_tokens": 7})
             return await judge.score(RUBRIC, TASK, BAD, guidance="Be strict about dates.")
 
     assert asyncio.run(run()).value == 0.2
@@ -73,30 +76,30 @@ def test_what_the_judge_is_asked():
     assert outside.strip().startswith("The data ends here.")
 
 
-def test_each_call_has_a_key_of_its_own():
+def test_uses_new_key_for_each_call():
     keys = []
 
     def answer(body):
         keys.append(form(body)[0])
         return "none"
 
-    assert scored(answer).value is None
+    assert score_reply(answer).value is None
     assert len(set(keys)) == len(keys) > 1 and all(len(key) == 32 for key in keys)
 
 
-# Verdicts that are none: each as a change of one that is.
-BROKEN = {
+# Invalid verdicts, each as a change of a valid one.
+INVALID = {
     "not JSON": lambda v: "The score is 10.",
     "in a fence": lambda v: f"```json\n{json.dumps(v)}\n```",
     "prose before": lambda v: f"Here it is: {json.dumps(v)}",
-    "prose behind": lambda v: f"{json.dumps(v)} Good.",
+    "prose after": lambda v: f"{json.dumps(v)} Good.",
     "two": lambda v: json.dumps(v) * 2,
     "a list": lambda v: json.dumps([v]),
     "no key": lambda v: json.dumps({k: x for k, x in v.items() if k != "key"}),
     "another key": lambda v: json.dumps(v | {"key": "0" * 32}),
     "no reasons": lambda v: json.dumps({k: x for k, x in v.items() if k != "reasons"}),
     "more fields": lambda v: json.dumps(v | {"bonus": 1}),
-    "a winner alone": lambda v: json.dumps(v | {"winner": "A"}),
+    "a winner": lambda v: json.dumps(v | {"winner": "A"}),
     "a criterion less": lambda v: json.dumps(v | {"scores": {"right": 3}}),
     "a criterion more": lambda v: json.dumps(v | {"scores": v["scores"] | {"x": 3}}),
     "too high": lambda v: json.dumps(v | {"scores": {"right": 11, "kind": 1}}),
@@ -116,43 +119,43 @@ def answer_of(body, change):
     return change(json.loads(verdict(body, facts)))
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_verdict_is_asked_again_and_then_no_reward(name):
-    asked = []
+@pytest.mark.parametrize("name", INVALID)
+def test_retries_invalid_verdict(name):
+    requests = []
 
     def never(body):
-        asked.append(body)
-        return answer_of(body, BROKEN[name])
+        requests.append(body)
+        return answer_of(body, INVALID[name])
 
-    got = scored(never)
-    # Three times of the reply, and as often of one that is harmless.
+    reward = score_reply(never)
+    # Three attempts on the reply, and three on a harmless reply.
     assert (
-        got.value is None
-        and [parts(body)[0]["reply"] for body in asked] == [BAD] * 3 + [HARMLESS] * 3
+        reward.value is None
+        and [parts(body)[0]["reply"] for body in requests] == [BAD] * 3 + [HARMLESS] * 3
     )
-    assert got.error.startswith("the judge gave no verdict: ")
+    assert reward.error.startswith("the judge gave no verdict: ")
 
     def once(body):
-        asked.append(body)
-        return answer_of(body, BROKEN[name]) if len(asked) == 1 else verdict(body, facts)
+        requests.append(body)
+        return answer_of(body, INVALID[name]) if len(requests) == 1 else verdict(body, facts)
 
-    asked = []
-    assert scored(once).value == 0.2 and len(asked) == 2
-    asked = []
-    assert scored(once, attempts=1).value == 0 and len(asked) == 2
+    requests = []
+    assert score_reply(once).value == 0.2 and len(requests) == 2
+    requests = []
+    assert score_reply(once, attempts=1).value == 0 and len(requests) == 2
 
 
-def chokes(on, how):
-    """A judge that gives no verdict of what holds a text."""
+def fails_on(text, how):
+    """Returns a judge that fails, by `how`, on texts that contain a text."""
 
     def answer(body):
-        found, _ = parts(body)
-        return how(body) if on in "".join(found.values()) else verdict(body, facts)
+        fenced, _ = parts(body)
+        return how(body) if text in "".join(fenced.values()) else verdict(body, facts)
 
     return answer
 
 
-def refusal(status):
+def error_response(status):
     return lambda body: web.json_response({"error": {"message": "no"}}, status=status)
 
 
@@ -160,45 +163,47 @@ def refusal(status):
     "how",
     [
         lambda body: "no",
-        lambda body: answer_of(body, BROKEN["cut off"]),
-        refusal(400),
-        refusal(413),
-        refusal(422),
+        lambda body: answer_of(body, INVALID["cut off"]),
+        error_response(400),
+        error_response(413),
+        error_response(422),
     ],
 )
-def test_a_reply_that_leaves_the_judge_speechless_is_worth_nothing(how):
-    """Not left out, as what fails by itself: or bad replies had better make the judge fail."""
-    judge = chokes("poison", how)
-    got = scored(judge, "fact poison")
-    assert got.value == 0 and got.parts == {}
-    assert got.error.startswith("of this reply alone the judge gave no verdict: ")
-    for other, worth in ((GOOD, 0), ("fact poison", None)):
-        assert compared(judge, "fact poison", other).value == worth
-    assert compared(judge, BAD, "fact poison").value is None, "it is the other one's doing"
+def test_scores_zero_if_reply_breaks_judge(how):
+    """Without a reward, as for other failures, breaking the judge would pay for bad replies."""
+    judge = fails_on("poison", how)
+    reward = score_reply(judge, "fact poison")
+    assert reward.value == 0 and reward.parts == {}
+    assert reward.error.startswith("of this reply alone the judge gave no verdict: ")
+    for other, value in ((GOOD, 0), ("fact poison", None)):
+        assert compare_replies(judge, "fact poison", other).value == value
+    assert compare_replies(judge, BAD, "fact poison").value is None, (
+        "the other reply broke the judge"
+    )
 
 
-def test_from_one_side_speechless_and_from_the_other_without_a_server():
-    """Whichever comes first, it is known what the reply is worth."""
+def test_scores_zero_despite_server_failure_on_other_side():
+    """Holds on either side, so the order of the requests does not matter."""
     for side in "AB":
 
         def answer(body, side=side):
-            found, _ = parts(body)
-            if "poison" not in "".join(found.values()):
+            fenced, _ = parts(body)
+            if "poison" not in "".join(fenced.values()):
                 return verdict(body, facts)
-            return "no" if "poison" in found[side] else refusal(503)(body)
+            return "no" if "poison" in fenced[side] else error_response(503)(body)
 
-        assert compared(answer, "fact poison", GOOD).value == 0
+        assert compare_replies(answer, "fact poison", GOOD).value == 0
 
 
 @pytest.mark.parametrize("status", [401, 429, 500, 503])
-def test_a_server_that_fails_at_a_reply_is_no_fault_of_it(status):
-    assert scored(chokes("poison", refusal(status)), "fact poison").value is None
+def test_gives_no_reward_if_server_fails_on_reply(status):
+    assert score_reply(fails_on("poison", error_response(status)), "fact poison").value is None
 
 
-def test_one_failure_of_the_server_among_others_leaves_it_open():
-    said = iter([refusal(400), refusal(503), refusal(400)])
-    got = scored(lambda body: next(said, lambda body: verdict(body, facts))(body))
-    assert got.value is None
+def test_gives_no_reward_after_mixed_failures():
+    responses = iter([error_response(400), error_response(503), error_response(400)])
+    reward = score_reply(lambda body: next(responses, lambda body: verdict(body, facts))(body))
+    assert reward.value is None
 
 
 @pytest.mark.parametrize(
@@ -215,55 +220,55 @@ def test_one_failure_of_the_server_among_others_leaves_it_open():
         (lambda body: web.Response(text="x" * 5000), "longer than 4096 bytes"),
     ],
 )
-def test_a_failure_of_the_server_is_no_reward(answer, error, monkeypatch):
+def test_gives_no_reward_on_server_error(answer, error, monkeypatch):
     monkeypatch.setattr(client_module, "MAX_BYTES", 4096)
-    got = scored(answer)
-    assert got.value is None and got.parts == {}
+    reward = score_reply(answer)
+    assert reward.value is None and reward.parts == {}
     with pytest.raises(AssertionError, match=error):
-        raise AssertionError(got.error)
+        raise AssertionError(reward.error)
 
 
-def test_a_judge_that_hangs_is_no_reward():
+def test_gives_no_reward_on_timeout():
     async def answer(body):
         await asyncio.sleep(60)
 
     started = time.monotonic()
-    got = scored(answer, options={"timeout_s": 0.2})
-    assert got.value is None and "has not answered within 0.2 s" in got.error
+    reward = score_reply(answer, options={"timeout_s": 0.2})
+    assert reward.value is None and "has not answered within 0.2 s" in reward.error
     assert time.monotonic() - started < 10
 
 
-def test_a_server_that_is_gone_is_no_reward():
+def test_gives_no_reward_without_server():
     async def run():
         async with serving(parrot) as url:
             pass
-        async with ChatClient(url) as opened:
-            return await Judge(client=opened).score(RUBRIC, TASK, BAD)
+        async with ChatClient(url) as chat_client:
+            return await Judge(client=chat_client).score(RUBRIC, TASK, BAD)
 
-    got = asyncio.run(run())
-    assert got.value is None and "no server answers at" in got.error
+    reward = asyncio.run(run())
+    assert reward.value is None and "no server answers at" in reward.error
 
 
-def test_no_more_requests_at_once_than_allowed():
-    now, most = 0, 0
+def test_limits_concurrent_requests():
+    running, max_running = 0, 0
 
     async def answer(body):
-        nonlocal now, most
-        now, most = now + 1, max(most, now + 1)
+        nonlocal running, max_running
+        running, max_running = running + 1, max(max_running, running + 1)
         await asyncio.sleep(0.01)
-        now -= 1
+        running -= 1
         return verdict(body, facts)
 
     async def run():
-        # The last ones wait longer for a place than a request may take.
-        async with client(answer, concurrency=3, timeout_s=0.3) as opened:
-            judge = Judge(client=opened)
+        # The last requests wait for a slot for longer than timeout_s.
+        async with client(answer, concurrency=3, timeout_s=0.3) as chat_client:
+            judge = Judge(client=chat_client)
             return await asyncio.gather(*(judge.score(RUBRIC, TASK, BAD) for _ in range(120)))
 
-    assert {reward.value for reward in asyncio.run(run())} == {0.2} and most == 3
+    assert {reward.value for reward in asyncio.run(run())} == {0.2} and max_running == 3
 
 
-def test_a_client_says_how_it_is_used():
+def test_rejects_invalid_client_options():
     with pytest.raises(ValueError, match="timeout_s is 0 and concurrency 16; make both positive"):
         ChatClient("http://x", timeout_s=0)
     with pytest.raises(ValueError, match="concurrency 0"):
@@ -272,11 +277,11 @@ def test_a_client_says_how_it_is_used():
         asyncio.run(ChatClient("http://x").chat([]))
 
 
-def test_the_error_of_a_server_has_its_status():
+def test_server_error_has_status():
     async def run():
         answer = web.json_response({"error": {"message": "no"}}, status=429)
-        async with client(lambda body: answer) as opened:
-            await opened.chat([])
+        async with client(lambda body: answer) as chat_client:
+            await chat_client.chat([])
 
     with pytest.raises(ServerError, match="^no$") as caught:
         asyncio.run(run())
@@ -286,72 +291,82 @@ def test_the_error_of_a_server_has_its_status():
 # Pairs
 
 
-def test_pairs_are_judged_from_both_sides():
+def test_compares_pair_in_both_orders():
     def honest(body):
         return verdict(body, facts)
 
-    got = compared(honest, GOOD, BAD)
-    assert got.value == 1 and got.parts == {"first": 1, "second": 1, "right": 0.8, "kind": 0.8}
-    got = compared(honest, BAD, GOOD)
-    assert got.value == 0 and got.parts == {"first": 0, "second": 0, "right": 0.2, "kind": 0.2}
-    got = compared(honest, GOOD, GOOD)
-    assert got.value == 0.5 and got.parts["first"] == got.parts["second"] == 0.5
+    reward = compare_replies(honest, GOOD, BAD)
+    assert reward.value == 1 and reward.parts == {
+        "first": 1,
+        "second": 1,
+        "right": 0.8,
+        "kind": 0.8,
+    }
+    reward = compare_replies(honest, BAD, GOOD)
+    assert reward.value == 0 and reward.parts == {
+        "first": 0,
+        "second": 0,
+        "right": 0.2,
+        "kind": 0.2,
+    }
+    reward = compare_replies(honest, GOOD, GOOD)
+    assert reward.value == 0.5 and reward.parts["first"] == reward.parts["second"] == 0.5
 
 
 @pytest.mark.parametrize("side", "AB")
-def test_a_judge_that_favours_a_side_says_nothing(side):
-    got = compared(lambda body: verdict(body, facts, side), GOOD, BAD)
-    assert got.value == 0.5 and {got.parts["first"], got.parts["second"]} == {0.0, 1.0}
+def test_cancels_preference_for_side(side):
+    reward = compare_replies(lambda body: verdict(body, facts, side), GOOD, BAD)
+    assert reward.value == 0.5 and {reward.parts["first"], reward.parts["second"]} == {0.0, 1.0}
 
 
-def test_criteria_of_a_pair_are_means_of_both_sides():
+def test_averages_criteria_over_both_orders():
     def answer(body):
         value = json.loads(verdict(body, facts, "tie"))
         value["scores"] = {"A": {"right": 8, "kind": 1}, "B": {"right": 2, "kind": 6}}
         return json.dumps(value)
 
-    got = compared(answer, GOOD, BAD)
-    assert got.parts == {"first": 0.5, "second": 0.5, "right": 0.5, "kind": 0.35}
+    reward = compare_replies(answer, GOOD, BAD)
+    assert reward.parts == {"first": 0.5, "second": 0.5, "right": 0.5, "kind": 0.35}
 
 
 @given(st.lists(st.integers(0, TOP), min_size=2, max_size=2), st.integers(-3, 3))
-def test_sides_exchanged_give_the_same_ranking(said, favour):
-    """Of a judge that adds to the first side; nobody wins who would lose on the other side."""
+def test_swapping_sides_keeps_ranking(counts, bias):
+    """The judge adds a bias to the first side. A reply never wins in one order and loses in the other."""
 
     class Biased:
         async def chat(self, messages, **fields):
             body = {"messages": messages}
-            found, _ = parts(body)
-            first, second = facts(found["A"]) + favour, facts(found["B"])
+            fenced, _ = parts(body)
+            first, second = facts(fenced["A"]) + bias, facts(fenced["B"])
             winner = "tie" if first == second else "A" if first > second else "B"
             return {"message": {"content": verdict(body, facts, winner)}, "finish_reason": "stop"}
 
     async def run(a, b):
         return (await Judge(client=Biased()).compare(RUBRIC, TASK, a, b)).value
 
-    a, b = ("fact " * count + "." for count in said)
+    a, b = ("fact " * count + "." for count in counts)
     forth, back = asyncio.run(run(a, b)), asyncio.run(run(b, a))
     assert forth == 1 - back
-    assert (forth - 0.5) * (said[0] - said[1]) >= 0
-    if abs(said[0] - said[1]) > abs(favour):
-        assert forth == (said[0] > said[1])
+    assert (forth - 0.5) * (counts[0] - counts[1]) >= 0
+    if abs(counts[0] - counts[1]) > abs(bias):
+        assert forth == (counts[0] > counts[1])
 
 
-def test_a_tie_from_one_side_is_a_tie():
+def test_counts_tie_in_one_order_as_tie():
     def answer(body):
-        found, _ = parts(body)
-        return verdict(body, facts, "A" if found["A"] == GOOD else "tie")
+        fenced, _ = parts(body)
+        return verdict(body, facts, "A" if fenced["A"] == GOOD else "tie")
 
-    assert compared(answer, GOOD, BAD).value == 0.5
+    assert compare_replies(answer, GOOD, BAD).value == 0.5
 
 
-def test_a_pair_needs_both_verdicts():
+def test_gives_no_reward_without_both_verdicts():
     def answer(body):
-        found, _ = parts(body)
-        return verdict(body, facts) if found["A"] == GOOD else "no"
+        fenced, _ = parts(body)
+        return verdict(body, facts) if fenced["A"] == GOOD else "no"
 
-    got = compared(answer, GOOD, BAD)
-    assert got.value is None and "no verdict" in got.error
+    reward = compare_replies(answer, GOOD, BAD)
+    assert reward.value is None and "no verdict" in reward.error
 
 
 @pytest.mark.parametrize(
@@ -365,29 +380,31 @@ def test_a_pair_needs_both_verdicts():
         {"scores": {"A": {"right": 1, "kind": 1}, "B": {"right": 1}}},
     ],
 )
-def test_a_pair_s_verdict_is_read_as_strictly(change):
-    got = compared(lambda body: json.dumps(json.loads(verdict(body, facts)) | change), GOOD, BAD)
-    assert got.value is None
+def test_rejects_invalid_pair_verdict(change):
+    reward = compare_replies(
+        lambda body: json.dumps(json.loads(verdict(body, facts)) | change), GOOD, BAD
+    )
+    assert reward.value is None
 
 
-def test_what_is_too_long_is_cut_and_said():
+def test_truncates_long_reply_with_note():
     seen = {}
 
     def answer(body):
         seen.update(parts(body)[0])
         return verdict(body, facts)
 
-    assert scored(answer, "fact " * 3 + "x" * 100, max_characters=12).value == 0.2
+    assert score_reply(answer, "fact " * 3 + "x" * 100, max_characters=12).value == 0.2
     assert seen["reply"] == "fact fact fa [103 characters left out]"
 
 
 @given(st.text(max_size=60))
-def test_no_text_is_a_verdict(text):
+def test_rejects_any_text_without_key(text):
     with pytest.raises(ValueError):
         read_verdict(text, RUBRIC, "k", ["reply"])
 
 
-def test_judges_and_rubrics_refuse_what_cannot_be():
+def test_rejects_invalid_judge_and_rubric():
     with pytest.raises(ValueError, match="attempts is 0; make it at least 1"):
         Judge(client=None, attempts=0)
     with pytest.raises(ValueError, match="max_characters is 0"):
@@ -398,7 +415,7 @@ def test_judges_and_rubrics_refuse_what_cannot_be():
         Rubric("x", {"a": " "})
 
 
-def test_shipped_rubrics():
+def test_reads_shipped_rubrics():
     assert set(rubrics()) == {"general", "safety", "creativity", "emotional"}
     for rubric in rubrics().values():
         assert 3 <= len(rubric.criteria) <= 5

@@ -1,4 +1,4 @@
-"""Replies of servers that are not ours: read by the names that they use, and sent back as any server reads them."""
+"""Tests replies of other servers: fields under other names are read, and messages sent back fit any server."""
 
 import asyncio
 import dataclasses
@@ -9,6 +9,7 @@ from glm5_jax.agents.context import ContextConfig, TokenCounter
 from glm5_jax.agents.loop import BROKEN_CALL, ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.data import chat_tasks
+from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.types import Task, reward_without_verifier
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, calling
@@ -35,29 +36,37 @@ def attempt(*replies, **options):
 
 
 @pytest.mark.parametrize("other", [None, "", "I look."])
-def test_keeps_reasoning_that_a_server_calls_otherwise(other):
+def test_reads_reasoning_under_other_name(other):
     choice = calling(PRODUCT)
     choice["message"] |= {"reasoning": "I look.", "reasoning_content": other}
     client, trace = attempt(choice, "42")
     assert trace.messages[0]["reasoning_content"] == "I look." and trace.attempt.reply == "42"
-    assert "reasoning" not in client.asked[1][0][1]
+    assert "reasoning" not in client.requests[1][0][1]
 
 
 @pytest.mark.parametrize("written", ["{6*7", "[6]", OURS])
-def test_ends_an_attempt_at_a_call_that_cannot_be_parsed(written):
+def test_ends_attempt_at_unparsable_call(written):
     client, trace = attempt(calling(PRODUCT, ("calculate", written)), "42")
-    assert trace.ended == BROKEN_CALL and len(client.asked) == 1 and trace.error
+    assert trace.ended == BROKEN_CALL and len(client.requests) == 1 and trace.error
     assert (
         trace.attempt.finish_reason == "stop" and reward_without_verifier(trace.attempt).value == 0
     )
 
 
 @pytest.mark.parametrize(("written", "sent"), [("{6*7", "{}"), ("[6]", "{}"), (OURS, OURS)])
-def test_goes_on_after_a_broken_call_where_it_may(written, sent):
+def test_continues_after_broken_call_if_configured(written, sent):
     client, trace = attempt(calling(("calculate", written)), "42", ends_on_broken_call=False)
-    [call] = client.asked[1][0][1]["tool_calls"]
+    [call] = client.requests[1][0][1]["tool_calls"]
     assert call["function"]["arguments"] == sent and trace.attempt.reply == "42"
     assert (
         trace.messages[1]["content"].startswith("Error: ")
         and written in trace.messages[1]["content"]
     )
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content", "reasoning"])
+def test_blames_server_for_reply_that_is_no_text(field):
+    choice = calling(PRODUCT)
+    choice["message"] |= {"reasoning_content": None, field: 5}
+    with pytest.raises(ServerError, match="which is no text"):
+        attempt(choice, "42")

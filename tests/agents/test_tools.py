@@ -1,4 +1,4 @@
-"""What tools answer: exactly what they should, and for whatever a policy writes something."""
+"""Tests the results of tools: exact values, and an answer to any call of a policy."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ async def order(task, arguments):
 BOX = Toolbox({"calculate": calculate, "get_order_details": order})
 
 
-def asked(name, arguments, tools=SHOP, problem=None):
+def call_tool(name, arguments, tools=SHOP, problem=None):
     return asyncio.run(BOX(task(tools), ToolCall(name, arguments, problem, "")))
 
 
@@ -84,14 +84,14 @@ def test_calculates_values():
     assert {expression: answer(expression) for expression in VALUES} == VALUES
 
 
-def test_says_why_expression_has_no_value():
+def test_explains_why_expression_has_no_value():
     for why, expressions in ERRORS.items():
         for expression in expressions:
-            told = answer(expression)
-            assert told.startswith("Error: ") and why in told, (expression, told)
+            result = answer(expression)
+            assert result.startswith("Error: ") and why in result, (expression, result)
 
 
-def test_limits_are_reached_and_not_passed():
+def test_accepts_numbers_up_to_limits():
     assert answer("1" * MAX_DIGITS) == "1" * MAX_DIGITS
     assert answer("9" * MAX_DIGITS + "+0") == "9" * MAX_DIGITS
     assert "digits" in answer("9" * MAX_DIGITS + "+1")
@@ -101,7 +101,7 @@ def test_limits_are_reached_and_not_passed():
 
 @st.composite
 def expressions(draw, depth=3):
-    """(text, Fraction) of some arithmetic, every operation within parentheses."""
+    """Draws (text, Fraction) of an arithmetic expression with every operation in parentheses."""
     if not depth or draw(st.booleans()):
         text = draw(st.from_regex(r"[1-9][0-9]{0,5}(\.[0-9]{1,4})?", fullmatch=True))
         return text, Fraction(text)
@@ -114,8 +114,8 @@ def expressions(draw, depth=3):
 
 
 @given(expressions())
-def test_any_arithmetic_has_its_exact_value(made):
-    text, value = made
+def test_calculates_exact_value_of_any_arithmetic(drawn):
+    text, value = drawn
     assert answer(text) == format_number(value)
     if value.denominator == 1:
         assert answer(text) == str(value.numerator)
@@ -132,13 +132,13 @@ KEYS = st.sampled_from(["expression", "order_id"]) | st.text()
 
 
 @given(st.text() | st.text("0123456789.+-*/%() ", max_size=60))
-def test_any_expression_is_answered(expression):
+def test_answers_any_expression(expression):
     assert isinstance(answer(expression), str)
 
 
 @given(NAMES, st.dictionaries(KEYS, JSON, max_size=3), st.none() | st.text())
-def test_any_call_is_answered(name, arguments, problem):
-    assert isinstance(asked(name, arguments, problem=problem), str)
+def test_answers_any_call(name, arguments, problem):
+    assert isinstance(call_tool(name, arguments, problem=problem), str)
 
 
 @pytest.mark.parametrize(
@@ -151,25 +151,25 @@ def test_any_call_is_answered(name, arguments, problem):
         "**".join("9" * 190),
     ],
 )
-def test_what_is_large_is_answered_at_once(expression):
+def test_answers_large_expression_quickly(expression):
     began = time.process_time()
     answer(expression)
     assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("digits", [2, 1000])
-def test_the_products_of_the_tasks(digits):
+def test_calculates_products_of_tasks(digits):
     config = task_sources.TaskConfig(kind="products", size=20, digits=digits)
-    for own in task_sources.tasks(config):
-        expression = own.messages[0]["content"].removesuffix("?")
+    for product_task in task_sources.tasks(config):
+        expression = product_task.messages[0]["content"].removesuffix("?")
         call = ToolCall("calculate", {"expression": expression}, None, "")
-        assert asyncio.run(BOX(own, call)) == own.data["answer"]
+        assert asyncio.run(BOX(product_task, call)) == product_task.data["answer"]
 
 
-def test_answers_are_those_that_conversations_show():
-    """Of right calls and of mistakes, but for arguments that are no object: reading a call gives an object."""
+def test_answers_as_in_synthetic_conversations():
+    """Covers right calls and mistakes, but no arguments that are not an object, because parsing a call gives objects."""
     config = chat_tasks.ChatTaskConfig(kind="tools", size=200, mistakes=0.5)
-    told = 0
+    num_checked = 0
     for line in chat_tasks.make_lines(config, "interleaved"):
         chat = json.loads(line)
         for message, result in zip(chat["messages"], chat["messages"][1:]):
@@ -177,22 +177,22 @@ def test_answers_are_those_that_conversations_show():
                 name, arguments = call["name"], call["arguments"]
                 wrong = result["content"].startswith("Error")
                 if isinstance(arguments, dict) and (wrong or name == "calculate"):
-                    assert asked(name, arguments, tuple(chat["tools"])) == result["content"]
-                    told += 1 + 1000 * wrong
-    assert told > 20_000 and told % 1000 > 50
+                    assert call_tool(name, arguments, tuple(chat["tools"])) == result["content"]
+                    num_checked += 1 + 1000 * wrong
+    assert num_checked > 20_000 and num_checked % 1000 > 50
 
 
-def test_a_call_needs_its_arguments_and_a_tool_of_its_task():
-    assert asked("get_order_details", {"order_id": "#W1"}) == "order #W1"
-    assert asked("calculate", {}) == "Error: calculate needs expression"
-    assert asked("calculate", {"expression": "1", "x": 2}) == "Error: calculate has no x"
-    assert asked("calculate", {"expression": "1"}, ()) == "Error: no tool calculate"
-    assert asked("calculate", {"expression": "1"}, problem="it has no end").endswith("no end")
+def test_rejects_invalid_arguments_and_unknown_tools():
+    assert call_tool("get_order_details", {"order_id": "#W1"}) == "order #W1"
+    assert call_tool("calculate", {}) == "Error: calculate needs expression"
+    assert call_tool("calculate", {"expression": "1", "x": 2}) == "Error: calculate has no x"
+    assert call_tool("calculate", {"expression": "1"}, ()) == "Error: no tool calculate"
+    assert call_tool("calculate", {"expression": "1"}, problem="it has no end").endswith("no end")
 
 
-def test_tools_that_nobody_answers_are_refused():
-    own = [tool for tool in SHOP if tool["function"]["name"] == "calculate"]
-    Toolbox({"calculate": calculate}, [task(own)])
+def test_rejects_tools_without_implementation():
+    tools = [tool for tool in SHOP if tool["function"]["name"] == "calculate"]
+    Toolbox({"calculate": calculate}, [task(tools)])
     with pytest.raises(
         ValueError, match="'t' offers 'get_order_details', which is not implemented"
     ):

@@ -1,4 +1,4 @@
-"""Writers: a model at a chat API, recorded replies, and rules."""
+"""Tests writers: a model at a chat API, recorded replies, and rules."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def test_asks_model_again_until_reply_fits_schema():
     assert chat.requests[0][1] == {"role": "user", "content": "How many?"}
 
 
-def test_gives_up_on_model_after_its_attempts():
+def test_raises_after_max_attempts():
     with pytest.raises(
         WriterError, match="no valid reply to count in 2 attempts: .*'n' is a required"
     ):

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are missing or garbled: one error that says how to go on, and the one before is as it was."""
+"""Damaged checkpoints: one error that names the remedy, and the checkpoint before stays unchanged."""
 
 import os
 import shutil
@@ -77,11 +77,11 @@ DAMAGES = {
 }
 
 
-# When a part fails, Orbax never awaits what reads the others.
+# When one part fails, Orbax never awaits the readers of the other parts.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_names_damaged_checkpoint_and_the_one_before(two, tmp_path, kind):
+def test_names_damaged_checkpoint_and_previous_one(two, tmp_path, kind):
     workdir = tmp_path / "run"
     shutil.copytree(two, workdir)
     damaged = workdir / "checkpoints" / "20"
@@ -109,7 +109,7 @@ def test_names_damaged_data_position(two, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["30", "0030", "٣٠", "3²", "30.orbax-checkpoint-tmp"])
-def test_ignores_what_is_no_checkpoint(two, tmp_path, name):
+def test_ignores_folders_that_are_no_checkpoint(two, tmp_path, name):
     workdir = tmp_path / "run"
     shutil.copytree(two, workdir)
     if name == "30":

@@ -1,4 +1,4 @@
-"""config.json of the released files and of transformers' save_pretrained, read and written back."""
+"""Reads config.json of the released files and of transformers' save_pretrained, and writes it back."""
 
 import dataclasses
 import json
@@ -117,7 +117,7 @@ RELEASED = {"glm5": GLM5, "glm5_2": GLM5_2, "glm4_7_flash": GLM4_7_FLASH}
 
 
 def saved_form(source: dict) -> dict:
-    """What transformers 5.23 writes after reading a released config.json."""
+    """Returns what transformers 5.23 writes after reading a released config.json."""
     dense, layers = source["first_k_dense_replace"], source["num_hidden_layers"]
     saved = source | {
         "bos_token_id": 0,
@@ -137,13 +137,13 @@ def saved_form(source: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_released_file_is_the_preset(name):
+def test_released_file_equals_preset(name):
     cfg = from_hf(RELEASED[name])
     assert dataclasses.replace(cfg, hf_extra=()) == presets.get(name)
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_the_saved_form_is_the_same_model(name):
+def test_saved_form_gives_same_model(name):
     released, saved = from_hf(RELEASED[name]), from_hf(saved_form(RELEASED[name]))
     assert released.full_layers == saved.full_layers
     differing = {"hf_extra", "indexer_types", "bos_token_id"}
@@ -154,7 +154,7 @@ def test_the_saved_form_is_the_same_model(name):
 
 @pytest.mark.parametrize("form", [lambda x: x, saved_form], ids=["released", "saved"])
 @pytest.mark.parametrize("name", RELEASED)
-def test_every_field_is_written_back(name, form):
+def test_writes_every_field_back(name, form):
     source = form(RELEASED[name])
     written = to_hf(from_hf(source))
     for spelling in ("rope_theta", "rope_scaling"):  # written in the present spelling
@@ -164,7 +164,7 @@ def test_every_field_is_written_back(name, form):
 
 
 @pytest.mark.parametrize("golden", sorted(p.name for p in GOLDENS.glob("hf_*")))
-def test_files_of_transformers_are_written_back(golden):
+def test_writes_transformers_files_back(golden):
     source = json.loads((GOLDENS / golden / "config.json").read_text())
     cfg = from_hf(source)
     written = json.loads(json.dumps(to_hf(cfg)))
@@ -176,11 +176,11 @@ def test_files_of_transformers_are_written_back(golden):
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_presets_survive_the_round_trip(name):
+def test_presets_survive_round_trip(name):
     assert from_hf(to_hf(presets.get(name))) == presets.get(name)
 
 
-def test_what_hf_cannot_say_survives_the_round_trip():
+def test_fields_without_hf_name_survive_round_trip():
     cfg = dataclasses.replace(
         presets.tiny(), attention="dense", latent_norm_eps=1e-5, index_norm_eps=1e-5
     )
@@ -193,7 +193,7 @@ def test_what_hf_cannot_say_survives_the_round_trip():
     assert from_hf(written | {"glm5_jax": {"index_norm_eps": 1}}).index_norm_eps == 1.0
 
 
-def test_absent_fields_have_the_class_defaults_of_transformers():
+def test_absent_fields_take_defaults_of_transformers():
     cfg = from_hf({"model_type": "glm_moe_dsa"})
     assert cfg.rope_parameters.rope_theta == 10_000.0
     assert cfg.num_nextn_predict_layers == 0
@@ -215,7 +215,7 @@ def test_absent_fields_have_the_class_defaults_of_transformers():
         ({"eos_token_id": None}, "eos_token_id", ()),
         ({"rope_theta": 5e5}, "rope_parameters", RopeParameters(rope_theta=5e5)),
         ({"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}, "first_k_dense_replace", 2),
-        # The list wins: save_pretrained leaves the class default beside it.
+        # The list wins, because save_pretrained leaves the class default next to it.
         (
             {"mlp_layer_types": ["dense"] + ["sparse"] * 3, "first_k_dense_replace": 3},
             "first_k_dense_replace",
@@ -231,14 +231,14 @@ def test_absent_fields_have_the_class_defaults_of_transformers():
     ],
     ids=str,
 )
-def test_spellings(spelling, field, value):
+def test_reads_alternative_spellings(spelling, field, value):
     source = {"model_type": "glm_moe_dsa", "num_hidden_layers": 4} | spelling
     cfg = from_hf(source)
     assert getattr(cfg, field) == value
     assert from_hf(to_hf(cfg)) == cfg
 
 
-def test_yarn_in_every_spelling_is_one_rope():
+def test_yarn_spellings_give_same_rope():
     fields = {"factor": 4, "mscale": 1.0, "mscale_all_dim": 0.5}
     base = {"model_type": "glm_moe_dsa", "max_position_embeddings": 4096}
     now = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **fields}}
@@ -251,7 +251,7 @@ def test_yarn_in_every_spelling_is_one_rope():
     assert outside.original_max_position_embeddings == 512
 
 
-def test_kept_fields_follow_a_model_that_was_changed():
+def test_extra_fields_follow_changed_model():
     cfg = from_hf(saved_form(GLM5_2))
     short = dataclasses.replace(cfg, num_hidden_layers=7, indexer_types=("full",) * 7)
     written = to_hf(short)
@@ -313,19 +313,19 @@ def test_kept_fields_follow_a_model_that_was_changed():
     ],
     ids=str,
 )
-def test_a_contradiction_is_named_with_its_value_and_the_fix(change, words):
+def test_names_contradiction_with_value_and_fix(change, words):
     with pytest.raises(ValueError) as error:
         from_hf(GLM5 | change, "x/config.json")
     for word in ["x/config.json", *words]:
         assert word in str(error.value)
 
 
-def test_what_is_no_object_is_no_config():
+def test_rejects_config_that_is_no_object():
     with pytest.raises(ValueError, match=r"config.json holds \[\], not an object; fetch it again"):
         from_hf([])
 
 
-def test_unknown_and_contradictory_fields_are_all_in_one_error():
+def test_reports_all_bad_fields_in_one_error():
     source = GLM5 | {"sliding_window": 4096, "mhc_streams": None, "scoring_func": "softmax"}
     with pytest.raises(ValueError) as error:
         from_hf(source)
@@ -333,7 +333,7 @@ def test_unknown_and_contradictory_fields_are_all_in_one_error():
         assert word in str(error.value)
 
 
-def test_a_model_without_indexer_refuses_indexer_fields():
+def test_rejects_indexer_fields_of_model_without_indexer():
     with pytest.raises(
         ValueError, match="unknown fields: index_topk, index_topk_freq, indexer_types"
     ):
@@ -342,7 +342,7 @@ def test_a_model_without_indexer_refuses_indexer_fields():
         from_hf(GLM4_7_FLASH | {"head_dim": 192})
 
 
-def test_glm4_moe_lite_takes_its_dense_layers_from_the_list_alone():
+def test_glm4_moe_lite_reads_dense_layers_from_list():
     with pytest.raises(ValueError, match="first_k_dense_replace is 2; .* is 1; make them agree"):
         from_hf(GLM4_7_FLASH | {"first_k_dense_replace": 2})
     kinds = ["dense"] * 2 + ["sparse"] * 45
@@ -358,7 +358,7 @@ def test_glm4_moe_lite_takes_its_dense_layers_from_the_list_alone():
     ],
     ids=["no indexer", "an indexer"],
 )
-def test_a_type_that_hf_does_not_have_is_not_written(cfg):
+def test_rejects_writing_type_unknown_to_hf(cfg):
     with pytest.raises(ValueError, match="set model_type to match"):
         to_hf(cfg)
 
@@ -371,11 +371,11 @@ def test_a_type_that_hf_does_not_have_is_not_written(cfg):
         (dataclasses.replace(presets.tiny(), simple_gdn_beta=0.5), "simple_gdn_beta"),
     ],
 )
-def test_what_hf_has_no_field_for_is_refused(cfg, fields):
+def test_rejects_writing_fields_unknown_to_hf(cfg, fields):
     with pytest.raises(ValueError, match=f"HF's {cfg.model_type} has no {fields}; save this model"):
         to_hf(cfg)
 
 
-def test_the_ablation_of_no_indexer_is_written():
+def test_writes_ablation_without_indexer():
     written = to_hf(presets.ablation("mla"))
     assert written["model_type"] == "glm4_moe_lite" and to_hf(from_hf(written)) == written

@@ -1,4 +1,4 @@
-"""The parameter tree as a HuggingFace checkpoint: bitwise what came in, complete or not there."""
+"""Exports of the parameter tree as HuggingFace checkpoints: bitwise equal to the import, complete or absent."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ def assert_bitwise(one, other):
 @pytest.mark.parametrize(
     ("name", "max_shard_bytes"), [("hf_tiny_a", 5e9), *((name, 2e5) for name in NAMES)]
 )
-def test_export_of_import_is_bitwise_the_original(tmp_path, name, max_shard_bytes):
+def test_export_equals_imported_files_bitwise(tmp_path, name, max_shard_bytes):
     model = load_hf(GOLDENS / name)
     save_hf(model, tmp_path / "out", max_shard_bytes=max_shard_bytes)
     original = tensors(GOLDENS / name)
@@ -61,7 +61,7 @@ def test_export_of_import_is_bitwise_the_original(tmp_path, name, max_shard_byte
     assert read_config(tmp_path / "out") == model.cfg
 
 
-def test_fused_and_repeated_tensors_come_out_in_the_released_naming(tmp_path):
+def test_writes_released_names_of_fused_tensors(tmp_path):
     d = GOLDENS / "hf_tiny_d"
     assert set(COPIES) <= set(tensors(d))
     save_hf(load_hf(d), tmp_path / "out")
@@ -69,7 +69,7 @@ def test_fused_and_repeated_tensors_come_out_in_the_released_naming(tmp_path):
     assert "model.layers.2.mlp.experts.5.up_proj.weight" in tensors(tmp_path / "out")
 
 
-def test_shards_are_small_and_the_index_names_each_tensor_once(tmp_path):
+def test_limits_shard_sizes_and_indexes_each_tensor_once(tmp_path):
     save_hf(load_hf(A), tmp_path / "out", max_shard_bytes=1e5)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
@@ -80,26 +80,26 @@ def test_shards_are_small_and_the_index_names_each_tensor_once(tmp_path):
         held |= dict.fromkeys(inside, file)
         assert len(inside) == 1 or sum(x.nbytes for x in inside.values()) <= 1e5
         with safetensors.safe_open(tmp_path / "out" / file, framework="numpy") as opened:
-            assert opened.metadata() == {"format": "pt"}  # transformers asks for it
+            assert opened.metadata() == {"format": "pt"}  # transformers requires it
     total = sum(x.nbytes for x in tensors(A).values())
     assert total / 1e5 < len(files) < 2 * total / 1e5  # and no smaller than they need be
     assert index["weight_map"] == held
     assert index["metadata"]["total_size"] == total
 
 
-def test_a_limit_below_every_tensor_gives_each_its_own_file(tmp_path):
+def test_writes_one_file_per_tensor_at_tiny_limit(tmp_path):
     save_hf(load_hf(GOLDENS / "hf_tiny_b"), tmp_path / "out", max_shard_bytes=1)
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert [len(load_file(file)) for file in files] == [1] * len(tensors(GOLDENS / "hf_tiny_b"))
 
 
 @pytest.mark.parametrize("axes", [dict(fsdp=8), dict(data=2, fsdp=2, expert=2)], ids=str)
-def test_a_sharded_model_writes_the_same_bytes(tmp_path, axes):
+def test_sharded_model_writes_same_bytes(tmp_path, axes):
     save_hf(load_hf(A, mesh=make_mesh(axes)), tmp_path / "out")
     assert_bitwise(tensors(tmp_path / "out"), tensors(A))
 
 
-def test_half_precision_keeps_the_router_bias_in_float32(tmp_path):
+def test_half_precision_keeps_router_bias_in_float32(tmp_path):
     save_hf(load_hf(A), tmp_path / "half", dtype="bfloat16")
     for name, x in tensors(tmp_path / "half").items():
         exact = tensors(A)[name]
@@ -112,7 +112,7 @@ def test_half_precision_keeps_the_router_bias_in_float32(tmp_path):
     assert_bitwise(tensors(tmp_path / "again"), tensors(tmp_path / "half"))
 
 
-def test_our_own_models_come_back(tmp_path):
+def test_round_trip_restores_random_model(tmp_path):
     cfg = presets.tiny()
     rng = np.random.default_rng(0)
     params = jax.tree.map(
@@ -124,7 +124,7 @@ def test_our_own_models_come_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, glm5.params_of(model), params)
 
 
-def test_a_model_that_transformers_computes_otherwise_is_written_with_a_warning(tmp_path, caplog):
+def test_warns_of_model_that_transformers_computes_otherwise(tmp_path, caplog):
     model = load_hf(A)
     save_hf(model, tmp_path / "same")
     assert not caplog.records
@@ -134,9 +134,9 @@ def test_a_model_that_transformers_computes_otherwise_is_written_with_a_warning(
     assert read_config(tmp_path / "other") == cfg
 
 
-def test_json_files_say_what_transformers_needs(tmp_path):
+def test_json_files_hold_fields_for_transformers(tmp_path):
     class Words:
-        """A tokenizer that saves itself."""
+        """Tokenizer that saves itself."""
 
         def save(self, folder):
             (folder / "tokenizer.json").write_text("{}")
@@ -155,7 +155,7 @@ def test_json_files_say_what_transformers_needs(tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_the_umask_says_who_may_read_the_files(tmp_path, umask, mode):
+def test_umask_sets_file_modes(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         save_hf(load_hf(A), tmp_path / "out", tokenizer=Tokenizer.default(), max_shard_bytes=2e5)
@@ -165,7 +165,7 @@ def test_the_umask_says_who_may_read_the_files(tmp_path, umask, mode):
     assert set(files.values()) == {mode} and len(files) > 5
 
 
-def test_a_full_folder_is_refused_and_an_empty_one_is_used(tmp_path):
+def test_refuses_folder_that_is_not_empty(tmp_path):
     model = load_hf(A)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -180,7 +180,7 @@ def test_a_full_folder_is_refused_and_an_empty_one_is_used(tmp_path):
     assert_bitwise(tensors(tmp_path / "empty"), tensors(tmp_path / "deep" / "er"))
 
 
-def test_too_small_a_disk_is_noticed_before_writing(tmp_path, monkeypatch):
+def test_refuses_small_disk_before_writing(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     needed = sum(x.nbytes for x in tensors(A).values())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
@@ -189,7 +189,7 @@ def test_too_small_a_disk_is_noticed_before_writing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fills_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_failed_write_leaves_no_files(tmp_path, monkeypatch):
     written = []
 
     def filling(arrays, file, metadata):
@@ -205,7 +205,7 @@ def test_a_disk_that_fills_leaves_nothing_behind(tmp_path, monkeypatch):
     assert written and not list(tmp_path.iterdir())
 
 
-def test_a_tree_of_another_config_is_refused_with_every_difference(tmp_path):
+def test_refuses_tree_of_another_config(tmp_path):
     cfg = read_config(A)
     flat = tree.flatten(load_params(A, cfg))
     flat["extra/weight"] = flat["final_norm"]
@@ -225,7 +225,7 @@ def test_a_tree_of_another_config_is_refused_with_every_difference(tmp_path):
 
 
 def export_of_one_process(out: str) -> None:
-    """What each process of a pod of four devices does, in the test below."""
+    """Runs in each process of a pod of four devices in the test below."""
     mesh, cfg = make_mesh(fsdp=2, expert=2), cases.config()
 
     def place(x, sharding):
@@ -243,7 +243,7 @@ def export_of_one_process(out: str) -> None:
 
 UNCACHED = {
     "JAX_ENABLE_COMPILATION_CACHE": "false"
-}  # pallas_kernels.compat.disable_mesh_program_cache says why
+}  # reason: pallas_kernels.compat.disable_mesh_program_cache
 PROCESS = """
 import jax
 if {count} > 1:
@@ -254,7 +254,7 @@ export_of_one_process("{out}")
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(tmp_path):
+def test_two_processes_write_same_files_as_one(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

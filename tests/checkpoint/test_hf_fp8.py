@@ -1,4 +1,4 @@
-"""Checkpoints in FP8: numbers against a dequantiser of its own, what is written, and what is refused."""
+"""Checkpoints in FP8: numbers of an independent dequantiser, written files and refused files."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def e4m3(byte: int) -> float:
 E4M3 = np.array([e4m3(byte) for byte in range(256)], np.float32)
 
 
-def dequantised(values, scale, block=BLOCK) -> np.ndarray:
+def dequantise_blocks(values, scale, block=BLOCK) -> np.ndarray:
     """Returns the bfloat16 weight of FP8 numbers and scales, one block at a time."""
     numbers = E4M3[values.view(np.uint8)]
     weight = np.empty(values.shape, np.float32)
@@ -76,7 +76,7 @@ def plain(folder, tmp_path_factory):
     tensors = read_tensors(folder / "model.safetensors")
     scales = {n: x for n, x in tensors.items() if n.endswith(hf_fp8.SCALE)}
     weights = {n: x for n, x in tensors.items() if n not in scales}
-    weights |= {n[:-10]: dequantised(weights[n[:-10]], scale) for n, scale in scales.items()}
+    weights |= {n[:-10]: dequantise_blocks(weights[n[:-10]], scale) for n, scale in scales.items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
@@ -107,21 +107,31 @@ def test_loads_parts_of_blocks_on_a_mesh(folder, plain):
     assert [x.sharding for x in jax.tree.leaves(got)] == jax.tree.leaves(where)
 
 
-def test_writes_linear_weights_but_those_that_the_release_keeps(folder):
+def test_writes_linear_weights_in_fp8_as_released(folder):
     tensors = read_tensors(folder / "model.safetensors")
     fp8 = {n for n, x in tensors.items() if x.dtype == ml_dtypes.float8_e4m3fn}
     assert {n + hf_fp8.SCALE for n in fp8} == {n for n in tensors if n.endswith(hf_fp8.SCALE)}
     assert {DOWN, "model.layers.0.self_attn.indexer.wq_b.weight"} < fp8
-    kept = ("embed_tokens", "norm", "mlp.gate.", "weights_proj", "eh_proj", "lm_head", "correction")
-    assert all(any(part in n for part in kept) for n in tensors.keys() - fp8 if "_scale" not in n)
-    assert not any(part in n for n in fp8 for part in kept)
+    unquantised = (
+        "embed_tokens",
+        "norm",
+        "mlp.gate.",
+        "weights_proj",
+        "eh_proj",
+        "lm_head",
+        "correction",
+    )
+    assert all(
+        any(part in n for part in unquantised) for n in tensors.keys() - fp8 if "_scale" not in n
+    )
+    assert not any(part in n for n in fp8 for part in unquantised)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["weight_block_size"] == list(BLOCK)
     assert "model.layers.1.mlp.gate" in config["modules_to_not_convert"]
     assert "model.layers.1.input_layernorm" not in config["modules_to_not_convert"]
 
 
-def test_errs_by_at_most_a_sixteenth_of_a_number(folder):
+def test_rounding_error_is_at_most_a_sixteenth(folder):
     want = flatten(cases.params(CFG))["moe_layers/experts/down"][0, 3]
     got = flatten(glm5.params_of(load_hf(folder)))["moe_layers/experts/down"][0, 3]
     error = np.abs(np.asarray(got, np.float32) - want)
@@ -129,7 +139,7 @@ def test_errs_by_at_most_a_sixteenth_of_a_number(folder):
     assert (error <= np.abs(want) / 16 + np.abs(want).max() * 2.0**-16).all() and error.max() > 0
 
 
-def test_quantises_zeros_and_cut_blocks():
+def test_quantises_zeros_and_partial_blocks():
     weight = np.zeros((5, 7), np.float32)
     weight[4, 6] = -3.0
     values, scale = hf_fp8.quantise(weight, (4, 4))
@@ -139,12 +149,12 @@ def test_quantises_zeros_and_cut_blocks():
     np.testing.assert_array_equal(values.astype(np.float32), want)
 
 
-def changed(folder, tmp_path, tensors=lambda x: x, config=lambda x: x):
+def changed_copy(folder, tmp_path, tensors=lambda x: x, config=lambda x: x):
     """Copies a folder; its tensors and its quantization_config are those that the functions return."""
     out = tmp_path / "changed"
     out.mkdir()
-    held = tensors(read_tensors(folder / "model.safetensors"))
-    save_file(held, out / "model.safetensors", metadata={"format": "pt"})
+    tensors_by_name = tensors(read_tensors(folder / "model.safetensors"))
+    save_file(tensors_by_name, out / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     text["quantization_config"] = config(text["quantization_config"])
     (out / "config.json").write_text(json.dumps(text))
@@ -165,7 +175,7 @@ def changed(folder, tmp_path, tensors=lambda x: x, config=lambda x: x):
 )
 def test_refuses_other_quantisations(folder, tmp_path, change, why):
     with pytest.raises(ValueError) as refused:
-        read_config(changed(folder, tmp_path, config=lambda config: config | change))
+        read_config(changed_copy(folder, tmp_path, config=lambda config: config | change))
     assert why in str(refused.value)
 
 
@@ -177,18 +187,18 @@ def test_refuses_other_quantisations(folder, tmp_path, change, why):
         (DOWN + hf_fp8.SCALE, np.ones((1, 1), np.float32), "in blocks of 16 x 8 needs F32[2, 1]"),
     ],
 )
-def test_names_scales_that_do_not_fit(folder, tmp_path, name, value, why):
+def test_names_invalid_scales(folder, tmp_path, name, value, why):
     def change(tensors):
         others = {n: x for n, x in tensors.items() if n != name}
         return others | ({} if value is None else {name: value})
 
     with pytest.raises(ValueError) as refused:
-        check_params(changed(folder, tmp_path, change), CFG)
+        check_params(changed_copy(folder, tmp_path, change), CFG)
     assert why in str(refused.value)
 
 
-def test_refuses_files_in_fp8_whose_config_is_silent(folder, tmp_path):
-    out = changed(folder, tmp_path)
+def test_refuses_fp8_files_without_config_entry(folder, tmp_path):
+    out = changed_copy(folder, tmp_path)
     text = json.loads((out / "config.json").read_text())
     del text["quantization_config"]
     (out / "config.json").write_text(json.dumps(text))
@@ -202,7 +212,7 @@ def test_refuses_to_write_int4_as_fp8(tmp_path):
         save_hf(cases.params(cfg), tmp_path / "out", cfg=cfg, fp8_block=BLOCK)
 
 
-def test_numbers_are_those_of_the_format():
+def test_float8_numbers_match_format():
     every = np.arange(256, dtype=np.uint8)
     finite = (every & 127) != 127
     np.testing.assert_array_equal(

@@ -1,4 +1,4 @@
-"""HuggingFace files into the parameter tree: every form they come in, and every way they can be wrong."""
+"""Reads HuggingFace files into the parameter tree, in every form, and rejects broken ones."""
 
 import dataclasses
 import functools
@@ -19,13 +19,8 @@ from safetensors.numpy import load_file, save_file
 from glm5_jax import presets
 from glm5_jax.checkpoint import hf_config
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.checkpoint.hf_import import (
-    from_tensors,
-    load_hf,
-    load_params,
-    open_tensors,
-    read_config,
-)
+from glm5_jax.checkpoint.hf_files import open_tensors
+from glm5_jax.checkpoint.hf_import import from_tensors, load_hf, load_params, read_config
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import convert_config
 from glm5_jax.parallel import tree
@@ -37,14 +32,14 @@ A, D = GOLDENS / "hf_tiny_a", GOLDENS / "hf_tiny_d"
 
 @functools.cache
 def golden(name: str) -> dict[str, np.ndarray]:
-    """All tensors of a golden checkpoint."""
+    """Returns all tensors of a golden checkpoint."""
     return functools.reduce(
         lambda x, file: x | load_file(file), sorted((GOLDENS / name).glob("*.safetensors")), {}
     )
 
 
 def write(folder, tensors, source=A, **fields) -> pathlib.Path:
-    """A checkpoint with these tensors and the config of a golden."""
+    """Writes a checkpoint with these tensors and the config of a golden."""
     folder.mkdir(exist_ok=True)
     config = json.loads((source / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps(config))
@@ -71,7 +66,7 @@ def error_of(path) -> str:
     return str(error.value)
 
 
-def test_leaves_hold_the_numbers_of_the_files():
+def test_leaves_equal_tensors_of_files():
     x, w = golden("hf_tiny_a"), leaves(load_hf(A))
     cfg = load_hf(A).cfg
     n, h, u = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.v_head_dim
@@ -89,7 +84,7 @@ def test_leaves_hold_the_numbers_of_the_files():
 
 
 def fuse(tensors: dict, layers) -> dict:
-    """The same tensors with the experts of some layers stacked, gate rows before up rows."""
+    """Returns the tensors with the experts of some layers stacked, gate rows before up rows."""
     out = dict(tensors)
     for layer in layers:
         name = f"model.layers.{layer}.mlp.experts."
@@ -103,11 +98,11 @@ def fuse(tensors: dict, layers) -> dict:
 
 
 @pytest.mark.parametrize("layers", [(1, 2, 3, 4), (2,)], ids=["every layer", "one layer"])
-def test_fused_experts_are_the_same_model(tmp_path, layers):
+def test_fused_experts_give_same_model(tmp_path, layers):
     assert_same(load_hf(write(tmp_path / "x", fuse(golden("hf_tiny_a"), layers))), load_hf(A))
 
 
-def test_one_file_a_file_by_name_and_shards_are_the_same_model(tmp_path):
+def test_file_and_shards_give_same_model(tmp_path):
     one = write(tmp_path / "one", golden("hf_tiny_a"))
     assert_same(load_hf(one), load_hf(A))
     assert_same(load_hf(one / "model.safetensors"), load_hf(A))
@@ -116,8 +111,8 @@ def test_one_file_a_file_by_name_and_shards_are_the_same_model(tmp_path):
     assert_same(load_hf(str(tmp_path / "shards")), load_hf(A))
 
 
-def test_the_files_decide_whether_there_is_an_mtp_layer(tmp_path, caplog):
-    assert load_hf(A).cfg.num_nextn_predict_layers == 1  # mtp.safetensors beside the model
+def test_files_decide_about_mtp_layer(tmp_path, caplog):
+    assert load_hf(A).cfg.num_nextn_predict_layers == 1  # mtp.safetensors next to the model
     without = {n: x for n, x in golden("hf_tiny_a").items() if not n.startswith("model.layers.4.")}
     folder = write(tmp_path / "without", without, num_nextn_predict_layers=1)
     with caplog.at_level(logging.INFO):
@@ -126,7 +121,7 @@ def test_the_files_decide_whether_there_is_an_mtp_layer(tmp_path, caplog):
     assert len(caplog.records) == 1 and "no MTP layer" in caplog.text
     within = write(tmp_path / "within", golden("hf_tiny_a"), num_nextn_predict_layers=0)
     assert read_config(within).num_nextn_predict_layers == 1
-    # Whoever asks for a model without MTP gets it.
+    # A model without MTP loads from files that have it.
     cfg = dataclasses.replace(read_config(A), num_nextn_predict_layers=0)
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -134,8 +129,8 @@ def test_the_files_decide_whether_there_is_an_mtp_layer(tmp_path, caplog):
     assert len(caplog.records) == 1 and "not loaded" in caplog.text
 
 
-def test_a_model_without_indexers_begins_one_with_them():
-    """GLM-4.7-Flash, say, on its way to sparse attention; and the way back."""
+def test_loads_dense_weights_for_model_with_indexers():
+    """The sparse adaptation of GLM-4.7-Flash starts this way."""
     sparse = dataclasses.replace(read_config(D), index_topk=8, model_type="glm_moe_dsa")
     cut = glm5.param_shardings(sparse, make_mesh(fsdp=4, expert=2))
     for shardings in (None, cut):
@@ -152,15 +147,15 @@ def test_a_model_without_indexers_begins_one_with_them():
         load_params(A, without)
 
 
-def test_a_model_of_full_attention_begins_one_with_gated_deltanet():
-    """Its gates have no name in HF's files, so they are only ever new."""
+def test_loads_full_attention_weights_for_gated_deltanet():
+    """HF's files have no names for its gates, so these must be initialised."""
     mixed = convert_config(read_config(D), ("gdn",) * read_config(D).num_hidden_layers)
     assert_same(load_params(D, mixed, may_differ=("/gdn/",)), load_hf(D))
     with pytest.raises(ValueError, match=r"no HF name for .*/gdn/a, .*; initialise them"):
         load_params(D, mixed)
 
 
-def test_copies_of_embedding_and_head_in_the_mtp_layer(tmp_path):
+def test_accepts_only_equal_copies_in_mtp_layer(tmp_path):
     x = golden("hf_tiny_a")
     copies = {
         "model.layers.4.embed_tokens.weight": x["model.embed_tokens.weight"],
@@ -171,11 +166,11 @@ def test_copies_of_embedding_and_head_in_the_mtp_layer(tmp_path):
     message = error_of(write(tmp_path / "other", x | copies))
     assert "model.layers.4.shared_head.head.weight should repeat lm_head.weight" in message
     assert "embed_tokens" not in message
-    alone = {n: t for n, t in (x | copies).items() if n != "lm_head.weight"}
-    assert "missing: lm_head.weight" in error_of(write(tmp_path / "alone", alone))
+    without_head = {n: t for n, t in (x | copies).items() if n != "lm_head.weight"}
+    assert "missing: lm_head.weight" in error_of(write(tmp_path / "alone", without_head))
 
 
-def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(tmp_path):
+def test_accepts_tied_head_equal_to_embedding(tmp_path):
     x = {n: t for n, t in golden("hf_tiny_a").items() if n != "lm_head.weight"}
     tied = write(tmp_path / "tied", x, tie_word_embeddings=True)
     assert "lm_head" not in glm5.params_of(load_hf(tied))
@@ -192,7 +187,7 @@ def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
-def test_half_precision_files(tmp_path, dtype):
+def test_loads_half_precision_files(tmp_path, dtype):
     name = jnp.dtype(dtype).name
     x = {
         n: t if n.endswith("e_score_correction_bias") else t.astype(dtype)
@@ -212,7 +207,7 @@ def test_half_precision_files(tmp_path, dtype):
         np.testing.assert_array_equal(leaf, leaves(model)[path].astype(np.float32))
 
 
-def test_a_requested_dtype_rounds_to_nearest_and_spares_the_router_bias():
+def test_requested_dtype_rounds_all_but_router_bias():
     exact, rounded = leaves(load_hf(A)), leaves(load_hf(A, dtype="bfloat16"))
     for path in exact:
         if path.endswith("router/bias"):
@@ -223,7 +218,7 @@ def test_a_requested_dtype_rounds_to_nearest_and_spares_the_router_bias():
         load_hf(A, dtype="float64")
 
 
-def test_stacked_tensors_of_different_dtypes_keep_their_values_and_are_named(tmp_path, caplog):
+def test_warns_of_stacked_tensors_of_different_dtypes(tmp_path, caplog):
     layer = "model.layers.{}."
     up = layer + "mlp.experts.{}.up_proj.weight"
     kv_b, bias = layer + "self_attn.kv_b_proj.weight", layer + "mlp.gate.e_score_correction_bias"
@@ -251,13 +246,13 @@ def test_stacked_tensors_of_different_dtypes_keep_their_values_and_are_named(tmp
         wanted = tensor.astype(np.float32) if name in promoted else tensor
         assert written[name].dtype == wanted.dtype, name
         assert written[name].tobytes() == wanted.tobytes(), name
-    # A dtype that was asked for needs no warning.
+    # A requested dtype needs no warning.
     caplog.clear()
     load_hf(folder, dtype="bfloat16")
     assert not caplog.records
 
 
-def test_every_problem_of_the_tensors_is_in_one_error(tmp_path):
+def test_reports_all_tensor_problems_in_one_error(tmp_path):
     x = dict(golden("hf_tiny_a"))
     del x["model.norm.weight"], x["model.layers.3.mlp.experts.7.up_proj.weight"]
     x["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
@@ -275,7 +270,7 @@ def test_every_problem_of_the_tensors_is_in_one_error(tmp_path):
     assert len(message.splitlines()) == 6
 
 
-def test_half_of_a_fused_pair_and_both_forms_at_once_are_errors(tmp_path):
+def test_rejects_incomplete_or_repeated_fused_experts(tmp_path):
     fused = fuse(golden("hf_tiny_a"), [2])
     down = fused.pop("model.layers.2.mlp.experts.down_proj")
     assert "missing: model.layers.2.mlp.experts.down_proj" in error_of(
@@ -286,22 +281,22 @@ def test_half_of_a_fused_pair_and_both_forms_at_once_are_errors(tmp_path):
     assert "unexpected: model.layers.2.mlp.experts.0.gate_proj.weight" in message
 
 
-def test_a_shared_layer_with_indexer_weights_is_an_error(tmp_path):
+def test_rejects_indexer_weights_of_shared_layer(tmp_path):
     kinds = ["full", "full", "shared", "full"]
     message = error_of(write(tmp_path / "x", golden("hf_tiny_a"), indexer_types=kinds))
     assert message.count("unexpected: model.layers.2.self_attn.indexer.") == 5
 
 
-def test_a_long_list_ends_in_a_count(tmp_path):
+def test_shortens_long_list_of_problems(tmp_path):
     x = {n: t for n, t in golden("hf_tiny_a").items() if ".experts." not in n}
     message = error_of(write(tmp_path / "x", x))
-    assert message.count("missing: ") == 50 and "and 46 more" in message
+    assert message.count("missing: ") == 5 and "and 91 more" in message
 
 
 @pytest.mark.parametrize(
     "keep", [0, 3, 200, -1], ids=["nothing", "3 bytes", "header", "a byte short"]
 )
-def test_truncated_files_are_named(tmp_path, keep):
+def test_names_truncated_file(tmp_path, keep):
     folder = write(tmp_path / "x", golden("hf_tiny_a"))
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -309,7 +304,7 @@ def test_truncated_files_are_named(tmp_path, keep):
     assert "model.safetensors cannot be read" in message and "fetch it again" in message
 
 
-def test_missing_and_broken_shards_are_all_named(tmp_path):
+def test_names_all_missing_and_broken_shards(tmp_path):
     save_hf(load_hf(A), tmp_path / "x", max_shard_bytes=1e5)
     first, second, third, *_ = sorted((tmp_path / "x").glob("*.safetensors"))
     first.unlink()
@@ -319,7 +314,7 @@ def test_missing_and_broken_shards_are_all_named(tmp_path):
     assert third.name not in message
 
 
-def test_an_index_that_promises_more_than_the_files_hold(tmp_path):
+def test_rejects_index_with_missing_tensor(tmp_path):
     save_hf(load_hf(A), tmp_path / "x", max_shard_bytes=1e5)
     index = tmp_path / "x" / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -345,7 +340,7 @@ def test_an_index_that_promises_more_than_the_files_hold(tmp_path):
     ],
     ids=lambda x: x[:24] if isinstance(x, bytes) else None,
 )
-def test_a_broken_index_is_named(tmp_path, content, words):
+def test_names_broken_index(tmp_path, content, words):
     shutil.copy(A / "config.json", tmp_path / "config.json")
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(content)
@@ -354,7 +349,7 @@ def test_a_broken_index_is_named(tmp_path, content, words):
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_an_index_reaches_no_file_outside_its_folder(tmp_path, absolute):
+def test_rejects_index_that_leaves_folder(tmp_path, absolute):
     outside = write(tmp_path / "outside", golden("hf_tiny_a")) / "model.safetensors"
     (tmp_path / "x").mkdir()
     shutil.copy(A / "config.json", tmp_path / "x" / "config.json")
@@ -371,13 +366,13 @@ def test_an_index_reaches_no_file_outside_its_folder(tmp_path, absolute):
     assert_same(load_hf(tmp_path / "x"), load_hf(A))
 
 
-def test_a_tensor_in_two_files_is_an_error(tmp_path):
+def test_rejects_tensor_in_two_files(tmp_path):
     folder = write(tmp_path / "x", golden("hf_tiny_a"))
     shutil.copy(A / "mtp.safetensors", folder / "mtp.safetensors")
     assert "model.layers.4.enorm.weight is both in model.safetensors and in" in error_of(folder)
 
 
-def test_what_is_not_a_checkpoint_is_said_so(tmp_path):
+def test_names_path_that_is_no_checkpoint(tmp_path):
     assert "config.json does not exist" in error_of(tmp_path / "nowhere")
     assert "config.json does not exist; give the folder" in error_of(A / "config.json")
     shutil.copy(A / "config.json", tmp_path / "config.json")
@@ -397,7 +392,7 @@ def test_what_is_not_a_checkpoint_is_said_so(tmp_path):
     ],
     ids=lambda x: x[-24:] if isinstance(x, bytes) else None,
 )
-def test_a_broken_config_is_named(tmp_path, content, words):
+def test_names_broken_config(tmp_path, content, words):
     folder = write(tmp_path / "x", golden("hf_tiny_a"))
     (folder / "config.json").write_bytes(content)
     message = error_of(folder)
@@ -408,7 +403,7 @@ MESHES = [dict(fsdp=8), dict(data=2, expert=4), dict(fsdp=2, expert=2, context=2
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_a_mesh_gets_each_device_its_shard(axes):
+def test_loads_shard_of_each_device(axes):
     mesh = make_mesh(axes)
     cfg = read_config(A)
     shardings = glm5.param_shardings(cfg, mesh)
@@ -427,7 +422,7 @@ def test_a_mesh_gets_each_device_its_shard(axes):
     assert divided > 10
 
 
-def test_a_model_on_a_mesh_is_one_call():
+def test_loads_model_onto_mesh():
     mesh = make_mesh(fsdp=4, expert=2)
     model = load_hf(D, mesh=mesh)
     assert model.mesh is mesh
@@ -436,7 +431,7 @@ def test_a_model_on_a_mesh_is_one_call():
 
 @functools.cache
 def _large() -> tuple[glm5.Glm5, int]:
-    """A model with 9 MB of experts in a leaf, and the size of its largest HF tensor."""
+    """Returns a model with 9 MB of experts in a leaf, and the size of its largest HF tensor."""
     cfg = dataclasses.replace(
         presets.tiny(), num_hidden_layers=3, hidden_size=256, moe_intermediate_size=256,
         n_routed_experts=16, vocab_size=512, num_nextn_predict_layers=0,
@@ -480,14 +475,14 @@ def test_host_memory_peaks_at_one_shard_and_one_tensor(tmp_path, axes):
     assert_same(loaded, params)
 
 
-def test_reads_no_more_of_files_than_shards_hold(tmp_path):
+def test_reads_only_numbers_that_shards_hold(tmp_path):
     params, cfg = _large()
     save_hf(params, tmp_path / "x", cfg=cfg)
     shardings = glm5.param_shardings(cfg, make_mesh(data=2, fsdp=2, expert=2))
     read = 0
 
     class Counted:
-        """A tensor of the files that counts the numbers it gives away."""
+        """Tensor of the files that counts the numbers read from it."""
 
         def __init__(self, stored):
             self.stored, self.shape, self.dtype = stored, stored.shape, stored.dtype
@@ -507,7 +502,7 @@ def test_reads_no_more_of_files_than_shards_hold(tmp_path):
     assert read <= sum(leaf.size for leaf in leaves(params).values()) + twice
 
 
-def test_the_config_of_the_folder_is_the_models(tmp_path):
+def test_model_has_config_of_folder(tmp_path):
     assert load_hf(D).cfg == read_config(D)
     source = json.loads((D / "config.json").read_text())
     assert dataclasses.replace(read_config(D), num_nextn_predict_layers=1) == dataclasses.replace(

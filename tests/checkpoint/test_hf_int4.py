@@ -1,4 +1,4 @@
-"""Routed experts as int4 in files: compressed-tensors' own numbers, and what comes back from ours."""
+"""Routed experts as int4 in files: the numbers of compressed-tensors, and our round trips."""
 
 import dataclasses
 import functools
@@ -47,8 +47,8 @@ def folder(tmp_path_factory):
     return out
 
 
-def changed(folder, tmp_path, change, config=lambda x: x):
-    """A copy of the folder whose tensors and config.json went through these functions."""
+def changed_copy(folder, tmp_path, change, config=lambda x: x):
+    """Copies the folder, with tensors and config.json changed by these functions."""
     out = tmp_path / "changed"
     out.mkdir()
     held = tensors(folder)
@@ -60,18 +60,18 @@ def changed(folder, tmp_path, change, config=lambda x: x):
 
 
 @pytest.mark.parametrize("case", GOLDEN["weights"], ids=lambda c: f"{c['weight_shape'][1]} inputs")
-def test_packing_and_reading_are_those_of_compressed_tensors(case):
+def test_packs_and_reads_like_compressed_tensors(case):
     weight = np.array(case["weight"], np.float32)
-    found = hf_int4.pack("w", weight, 4)
+    arrays = hf_int4.pack("w", weight, 4)
     want = {
         "w_packed": np.array(case["weight_packed"], np.int32),
         "w_scale": np.array(case["weight_scale"], np.float32),
         "w_shape": np.array(case["weight_shape"], np.int64),
     }
-    same(found, want)
-    assert [(x.shape, x.dtype) for x in found.values()] == hf_int4.layout(weight.shape, 4)
+    same(arrays, want)
+    assert [(x.shape, x.dtype) for x in arrays.values()] == hf_int4.layout(weight.shape, 4)
     packed = hf_int4.PackedWeight(
-        packed=found["w_packed"], scale=found["w_scale"], shape=weight.shape
+        packed=arrays["w_packed"], scale=arrays["w_scale"], shape=weight.shape
     )
     back = np.array(case["back"], np.float32)
     for rows in ((0, 3), (1, 2)):
@@ -81,23 +81,23 @@ def test_packing_and_reading_are_those_of_compressed_tensors(case):
                 assert packed[index].tobytes() == back[index].tobytes()
 
 
-def test_only_routed_experts_are_packed(folder, tmp_path):
+def test_packs_only_routed_experts(folder, tmp_path):
     save_hf(cases.params(PLAIN), tmp_path / "plain", cfg=PLAIN)
-    plain, found = tensors(tmp_path / "plain"), tensors(folder)
+    plain, quantised = tensors(tmp_path / "plain"), tensors(folder)
     experts = {n for n in plain if ".mlp.experts." in n}
     assert len(experts) == 3 * PLAIN.n_routed_experts * 2  # one MoE layer and the MTP block
-    assert experts == {n.removesuffix("_packed") for n in found if n.endswith("_packed")}
+    assert experts == {n.removesuffix("_packed") for n in quantised if n.endswith("_packed")}
     for name in experts:
-        parts = [found.pop(name + part) for part in PARTS]
+        parts = [quantised.pop(name + part) for part in PARTS]
         out, inputs = plain.pop(name).shape
         assert [(x.dtype, x.shape) for x in parts] == [
             (np.int32, (out, inputs // 8)), (np.float32, (out, inputs // GROUP)), (np.int64, (2,))
         ]  # fmt: skip
         assert parts[2].tolist() == [out, inputs]
-    same(found, plain)
+    same(quantised, plain)
 
 
-def test_what_was_written_comes_back_and_is_written_again_bitwise(folder, tmp_path):
+def test_round_trip_is_bitwise(folder, tmp_path):
     model = load_hf(folder)
     assert model.cfg == CFG == read_config(folder)
     for path, w in flatten(cases.params(CFG)).items():
@@ -109,23 +109,23 @@ def test_what_was_written_comes_back_and_is_written_again_bitwise(folder, tmp_pa
     assert (tmp_path / "again" / "config.json").read_text() == (folder / "config.json").read_text()
 
 
-def test_shards_of_files_and_of_devices_hold_the_same(folder, tmp_path):
+def test_file_and_device_shards_hold_same_values(folder, tmp_path):
     mesh = make_mesh(fsdp=2, expert=2, context=2)
     small = dataclasses.replace(CFG, int4_group=2)
-    whole = tmp_path / "whole"
-    save_hf(cases.params(CFG), whole, cfg=small)
-    model = load_hf(whole, mesh=mesh)
+    original = tmp_path / "whole"
+    save_hf(cases.params(CFG), original, cfg=small)
+    model = load_hf(original, mesh=mesh)
     save_hf(model, tmp_path / "out", max_shard_bytes=1e5)
-    same(tensors(tmp_path / "out"), tensors(whole))
+    same(tensors(tmp_path / "out"), tensors(original))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     held = {n: f.name for f in (tmp_path / "out").glob("*.safetensors") for n in load_file(f)}
     assert len(set(held.values())) > 1 and index["weight_map"] == held
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(whole).values())
-    for path, w in flatten(glm5.params_of(load_hf(whole))).items():
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(original).values())
+    for path, w in flatten(glm5.params_of(load_hf(original))).items():
         np.testing.assert_array_equal(flatten(glm5.params_of(model))[path], w, err_msg=path)
 
 
-def test_half_precision_leaves_the_integers_and_scales_as_they_are(folder, tmp_path):
+def test_half_precision_keeps_integers_and_scales(folder, tmp_path):
     save_hf(cases.params(CFG), tmp_path / "half", cfg=CFG, dtype="bfloat16")
     half, exact = tensors(tmp_path / "half"), tensors(folder)
     for name in (EXPERT + part for part in PARTS):
@@ -133,7 +133,7 @@ def test_half_precision_leaves_the_integers_and_scales_as_they_are(folder, tmp_p
     assert half["lm_head.weight"].dtype == ml_dtypes.bfloat16
 
 
-def test_a_model_loaded_in_half_precision_computes_what_the_exact_one_does(tmp_path):
+def test_half_precision_model_computes_like_exact_one(tmp_path):
     cfg = cases.small("dense", int4_group=GROUP, dtype="bfloat16")
     params = jax.tree.map(lambda x: np.asarray(x, ml_dtypes.bfloat16), cases.params(cfg))
     save_hf(params, tmp_path / "out", cfg=cfg)
@@ -149,8 +149,8 @@ def test_a_model_loaded_in_half_precision_computes_what_the_exact_one_does(tmp_p
     assert np.asarray(logits[0]).tobytes() == np.asarray(logits[1]).tobytes()
 
 
-def test_int4_of_others_is_what_it_stands_for_and_not_quantised_again(folder, tmp_path):
-    """Others use -8 and scales that are no max / 7, so quantising their weights again changes them."""
+def test_loads_int4_of_other_writers_without_requantising(folder, tmp_path):
+    """Other writers use -8 and scales that are no max / 7, so quantising their weights again would change them."""
 
     def change(held):
         held[EXPERT + "_packed"][:] = 0  # all -8
@@ -161,7 +161,7 @@ def test_int4_of_others_is_what_it_stands_for_and_not_quantised_again(folder, tm
         del x["glm5_jax"]["int4_group"]
         return x | {"quantization_config": GOLDEN["quantization_config"]}
 
-    out = changed(folder, tmp_path, change, config)
+    out = changed_copy(folder, tmp_path, change, config)
     model = load_hf(out)
     assert model.cfg == PLAIN
     got = np.asarray(flatten(glm5.params_of(model))["moe_layers/experts/down"])[0, 3]
@@ -169,7 +169,7 @@ def test_int4_of_others_is_what_it_stands_for_and_not_quantised_again(folder, tm
     np.testing.assert_array_equal(got, -8 * np.repeat(scale, GROUP, axis=1).T)
 
 
-def test_training_as_int4_starts_from_plain_weights(tmp_path):
+def test_int4_training_starts_from_plain_weights(tmp_path):
     save_hf(cases.params(PLAIN), tmp_path / "plain", cfg=PLAIN)
     check_params(tmp_path / "plain", CFG)
     for path, w in flatten(load_params(tmp_path / "plain", CFG)).items():
@@ -196,7 +196,7 @@ def test_training_as_int4_starts_from_plain_weights(tmp_path):
         ("config_groups.weights.", "block_structure", [128, 128]),
     ],
 )
-def test_other_schemes_are_refused_by_name(part, field, value):
+def test_names_unsupported_scheme(part, field, value):
     config = json.loads(json.dumps(GOLDEN["quantization_config"]))
     group = config["config_groups"]["group_0"]
     {"": config, "config_groups.": group}.get(part, group["weights"])[field] = value
@@ -205,7 +205,7 @@ def test_other_schemes_are_refused_by_name(part, field, value):
     assert "dequantise others to bfloat16 first" in problem
 
 
-def test_refuses_what_is_no_scheme():
+def test_refuses_invalid_scheme():
     for config in ({}, [], "int4", {"config_groups": {}}, {"config_groups": {"a": 1}}):
         assert hf_int4.problem_of(config).startswith("quantization_config is "), config
     assert hf_int4.problem_of(GOLDEN["quantization_config"]) is None
@@ -251,8 +251,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_files_that_do_not_fit_are_refused(folder, tmp_path, what):
+def test_refuses_inconsistent_files(folder, tmp_path, what):
     change, message = BROKEN[what]
-    out = changed(folder, tmp_path, change)
+    out = changed_copy(folder, tmp_path, change)
     with pytest.raises(ValueError, match=message):
         load_hf(out)

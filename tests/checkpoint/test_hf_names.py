@@ -1,4 +1,4 @@
-"""The table of HF names: complete, one to one, and each transformation what the layout says."""
+"""Table of HF names: complete, one to one, with transformations as the layout defines them."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def tensors_of(cfg, fused=frozenset()) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("golden", sorted(p.name for p in GOLDENS.glob("hf_*")))
-def test_names_and_shapes_are_those_of_transformers(golden):
+def test_names_and_shapes_equal_transformers(golden):
     folder = GOLDENS / golden
     stored = {}
     for file in folder.glob("*.safetensors"):
@@ -65,7 +65,7 @@ def test_names_and_shapes_are_those_of_transformers(golden):
         ("glm5_2", 59_585, 753_329_921_024 + 76 * 256),
     ],
 )
-def test_the_released_models_have_as_many_tensors_and_numbers(name, tensors, parameters):
+def test_counts_tensors_and_parameters_of_releases(name, tensors, parameters):
     shapes = tensors_of(presets.get(name))
     assert len(shapes) == tensors
     assert sum(math.prod(shape) for shape in shapes.values()) == parameters
@@ -73,7 +73,7 @@ def test_the_released_models_have_as_many_tensors_and_numbers(name, tensors, par
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_number_has_exactly_one_place_on_both_sides(name, fused):
+def test_maps_every_number_exactly_once(name, fused):
     cfg = CONFIGS[name]
     layers = range(cfg.first_k_dense_replace, cfg.num_hidden_layers + 1)
     table = table_of(cfg, frozenset(layers) if fused else frozenset())
@@ -94,7 +94,7 @@ def test_every_number_has_exactly_one_place_on_both_sides(name, fused):
         np.testing.assert_array_equal(back[tensor], numbers[tensor])
 
 
-def test_each_transformation_is_what_the_layout_says():
+def test_transformations_match_layout():
     cfg = presets.tiny()
     n, h, r, u = (
         cfg.num_attention_heads,
@@ -164,7 +164,7 @@ def test_fused_experts_hold_gate_rows_before_up_rows():
     assert ("moe_layers/experts/gate", (0, 0)) in table  # the other layers are not fused
 
 
-def test_an_indexer_stands_where_its_layer_is_among_the_full_ones():
+def test_numbers_indexers_by_full_layers():
     table = table_of(CONFIGS["shared"])
     names = {(p.path, p.at): p.name for p in table if p.path.endswith("indexer/k")}
     prefix, suffix = "model.layers.", ".self_attn.indexer.wk.weight"
@@ -175,12 +175,12 @@ def test_an_indexer_stands_where_its_layer_is_among_the_full_ones():
     }
 
 
-def test_a_part_of_a_leaf_reads_only_its_rows_and_columns():
+def test_part_of_leaf_reads_only_its_numbers():
     cfg = presets.tiny()
     rng = np.random.default_rng(0)
 
     class Counting:
-        """An array that counts the numbers it gives away."""
+        """Array that counts the numbers read from it."""
 
         def __init__(self, x):
             self.x, self.read = x, 0
@@ -191,10 +191,10 @@ def test_a_part_of_a_leaf_reads_only_its_rows_and_columns():
 
     for piece in table_of(cfg, frozenset([2])):
         source = Counting(rng.normal(size=piece.view.shape))
-        whole = piece.view.of(source.x)
-        ranges = [slice(n // 4, n // 2) for n in whole.shape]
+        full = piece.view.of(source.x)
+        ranges = [slice(n // 4, n // 2) for n in full.shape]
         part = piece.view.of(source, ranges)
-        np.testing.assert_array_equal(part, whole[tuple(ranges)])
+        np.testing.assert_array_equal(part, full[tuple(ranges)])
         joined = math.prod(f.total for dim in piece.view.dims for f in dim[1:])
         rows = math.prod(r.stop - r.start for r in ranges)
         inner = math.prod(
@@ -205,7 +205,7 @@ def test_a_part_of_a_leaf_reads_only_its_rows_and_columns():
         assert source.read == rows // inner * joined
 
 
-def test_a_leaf_without_a_name_is_an_error():
+def test_rejects_leaf_without_name():
     cfg = presets.tiny()
     letters = glm5.axis_letters(cfg) | {"gate": {"scale": "d"}}
     shapes = glm5.abstract_params(cfg) | {

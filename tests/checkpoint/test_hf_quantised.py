@@ -1,4 +1,4 @@
-"""Quantised models in files: what stands there under which name, and the same bits back."""
+"""Quantised models in files: tensor names, config, and the same bits after loading."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ O = LAYER + "self_attn.o_proj.weight"
 
 
 @functools.cache
-def quantised(dtype="float32"):
+def quantised_model(dtype="float32"):
     cfg = dataclasses.replace(CFG, dtype=dtype)
 
     def stored(path, x):
@@ -46,7 +46,7 @@ def quantised(dtype="float32"):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("quantised") / "out"
-    save_hf(quantised()[0], out, cfg=CFG)
+    save_hf(quantised_model()[0], out, cfg=CFG)
     return out
 
 
@@ -57,12 +57,14 @@ def same_bits(got, want):
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_what_was_written_comes_back_bitwise(dtype, tmp_path):
-    params, cfg = quantised(dtype)
+def test_round_trip_is_bitwise(dtype, tmp_path):
+    params, cfg = quantised_model(dtype)
     save_hf(params, tmp_path / "out", cfg=cfg, max_shard_bytes=2e4)
     files = {f.name: set(load_file(f)) for f in (tmp_path / "out").glob("*.safetensors")}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert len(files) > 1 and index["weight_map"] == {n: f for f, own in files.items() for n in own}
+    assert len(files) > 1 and index["weight_map"] == {
+        n: f for f, names in files.items() for n in names
+    }
     model = load_quantised(tmp_path / "out")
     assert model.cfg == cfg
     same_bits(glm5.params_of(model), params)
@@ -75,9 +77,9 @@ def test_what_was_written_comes_back_bitwise(dtype, tmp_path):
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 4, "expert": 2}, {"tensor": 2, "expert": 2, "context": 2}], ids=str
 )
-def test_each_device_reads_its_own_part(folder, axes):
-    """The same bits, cut as the weights of an engine are."""
-    mesh, (params, cfg) = make_mesh(axes), quantised()
+def test_each_device_reads_its_part(folder, axes):
+    """The same bits, sharded as the weights of an engine are."""
+    mesh, (params, cfg) = make_mesh(axes), quantised_model()
     got = glm5.params_of(load_quantised(folder, mesh))
     same_bits(got, params)
     where = glm5.param_shardings(cfg, mesh, params)
@@ -86,8 +88,8 @@ def test_each_device_reads_its_own_part(folder, axes):
     assert down.packed.addressable_shards[0].data.size < down.packed.size / 3
 
 
-def test_tensors_stand_under_the_names_of_compressed_tensors(folder):
-    held, flat = load_file(folder / "model.safetensors"), flatten(quantised()[0])
+def test_writes_names_of_compressed_tensors(folder):
+    held, flat = load_file(folder / "model.safetensors"), flatten(quantised_model()[0])
     o = flat["moe_layers/attn/o"]
     assert held[O].dtype == np.int8 and held[O + "_scale"].dtype == np.float32
     np.testing.assert_array_equal(held[O], o.q[0].reshape(-1, CFG.hidden_size).T)
@@ -107,12 +109,12 @@ def test_tensors_stand_under_the_names_of_compressed_tensors(folder):
     assert f"model.layers.{CFG.num_hidden_layers}.shared_head.norm.rotation" in held
 
 
-def test_config_names_every_layer_of_each_format_and_no_other(folder):
+def test_config_names_layers_of_each_format(folder):
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
     int8, int4 = config["config_groups"].values()
     assert int8["weights"]["num_bits"] == 8 and int4["weights"]["group_size"] == GROUP
-    flat = flatten(quantised()[0])
+    flat = flatten(quantised_model()[0])
     pieces = hf_names.pieces(CFG, glm5.axis_letters(CFG), glm5.abstract_params(CFG))
     for piece in pieces:
         for kind, part in ((Int8, int8), (Int4, int4)):
@@ -121,7 +123,7 @@ def test_config_names_every_layer_of_each_format_and_no_other(folder):
             assert hit == isinstance(flat[piece.path], kind), piece.name
 
 
-def test_plain_weights_have_no_such_config(tmp_path):
+def test_plain_weights_have_no_quantization_config(tmp_path):
     pieces = hf_names.pieces(CFG, glm5.axis_letters(CFG), glm5.abstract_params(CFG))
     assert hf_quantised.config_of(flatten(cases.params(CFG)), pieces) is None
     save_hf(cases.params(CFG), tmp_path / "plain", cfg=CFG)
@@ -129,7 +131,7 @@ def test_plain_weights_have_no_such_config(tmp_path):
         load_quantised(tmp_path / "plain")
 
 
-def test_a_model_trained_as_int4_gets_the_integers_it_trained_with(tmp_path):
+def test_int4_model_is_served_with_trained_integers(tmp_path):
     cfg = dataclasses.replace(CFG, int4_group=GROUP)
     params, plain = table.quantise(cases.params(CFG), cfg)
     assert plain == CFG
@@ -157,7 +159,7 @@ def nothing(_):
     pass
 
 
-# (tensor, what becomes of it: None if it is gone, what is said)
+# (tensor, its new value; None: the tensor is missing, message)
 BROKEN = [
     (O + "_scale", None, r"missing: .*o_proj.weight_scale \[32, 1\]"),
     (EXPERT + "_packed", None, "missing: .*down_proj.weight_packed"),
@@ -170,7 +172,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BROKEN, ids=lambda x: str(x)[:40])
-def test_files_that_do_not_fit_are_refused(folder, tmp_path, name, value, message):
+def test_refuses_inconsistent_files(folder, tmp_path, name, value, message):
     def tensors(held):
         held.pop(name, None)
         held.update({} if value is None else {name: value})
@@ -197,13 +199,13 @@ def test_refuses_other_schemes(folder, tmp_path):
             load_quantised(out)
 
 
-def test_it_is_no_file_for_training(folder):
+def test_training_refuses_quantised_file(folder):
     with pytest.raises(ValueError, match="quantization_config.*'mixed-precision'"):
         load_hf(folder)
 
 
-def test_experts_of_two_groups_are_refused(tmp_path):
-    params, cfg = quantised()
+def test_refuses_experts_of_two_group_sizes(tmp_path):
+    params, cfg = quantised_model()
     other = table.quantise(cases.params(CFG), CFG, 2)[0]
     params = params | {"mtp": other["mtp"]}
     with pytest.raises(ValueError, match=r"experts in groups of \[2, 4\]"):

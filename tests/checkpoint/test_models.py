@@ -1,4 +1,4 @@
-"""Models by their path: a run's workdir, one of its checkpoints, a HuggingFace folder."""
+"""Models by their path: a run's workdir, one of its checkpoints, or a HuggingFace folder."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("step", [None, 7])
-def test_a_run_s_model_is_what_it_trained(workdir, params, step):
+def test_loads_model_of_run(workdir, params, step):
     path = workdir if step is None else workdir / "checkpoints" / str(step)
     model = models.load_model(path)
     assert model.cfg == CFG
@@ -59,7 +59,7 @@ def test_a_run_s_model_is_what_it_trained(workdir, params, step):
     same(models.open_weights(path, CFG)(), params)
 
 
-def test_a_huggingface_folder_s_model(params, tmp_path):
+def test_loads_model_of_huggingface_folder(params, tmp_path):
     cfg = dataclasses.replace(CFG, int4_group=None)
     save_hf(glm5.Glm5(cfg, params=params), tmp_path, tokenizer=Tokenizer.default())
     same(glm5.params_of(models.load_model(tmp_path)), params)
@@ -67,33 +67,45 @@ def test_a_huggingface_folder_s_model(params, tmp_path):
     same(models.open_weights(tmp_path, cfg)(), params)
 
 
-def test_weights_that_would_compute_otherwise_are_refused_by_field(workdir, params, tmp_path):
+def test_engine_computes_with_fields_of_trained_model(workdir, params, tmp_path):
+    """RL trains without the int4 experts of SFT, so that the engines' model must be without them before a push."""
+    trained = dataclasses.replace(CFG, int4_group=None, dtype="bfloat16")
+    model = models.load_model(workdir, trained=trained)
+    assert model.cfg == dataclasses.replace(CFG, int4_group=None)
+    same(glm5.params_of(model), params)
+    assert models.load_model(workdir, trained=CFG).cfg == CFG
+    save_hf(glm5.Glm5(CFG, params=params), tmp_path / "hf")
+    model = models.load_model(tmp_path / "hf", trained=trained)
+    assert model.cfg.int4_group is None
+
+
+def test_names_fields_of_other_arithmetic(workdir, params, tmp_path):
     rope = dataclasses.replace(CFG.rope_parameters, rope_theta=5e5)
     other = dataclasses.replace(CFG, rope_parameters=rope, num_experts_per_tok=3)
-    said = (
+    message = (
         "of a model with num_experts_per_tok 2 (here 3), rope_parameters.rope_theta 10000.0 (here 500000.0); set "
         "--experiment.model.num_experts_per_tok=2 --experiment.model.rope_parameters.rope_theta=10000.0, or"
     )
     save_hf(params, tmp_path / "hf", cfg=dataclasses.replace(CFG, int4_group=None))
     for path in (workdir, tmp_path / "hf"):
-        with pytest.raises(ValueError, match=re.escape(said)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             models.open_weights(path, other)
         same(
             models.open_weights(path, other, may_differ=("rope_theta", "experts_per_tok"))(), params
         )
-        # What stages change: how much attention leaves out, the experts' integers, and how long texts may be.
+        # Stages may change sparsity, integers of experts and the maximum length.
         stage = dict(attention="dense", index_topk=8, int4_group=None, max_position_embeddings=64)
         same(models.open_weights(path, dataclasses.replace(CFG, **stage))(), params)
 
 
-def test_a_quantised_folder_is_none_to_train_from(params, tmp_path):
+def test_training_refuses_quantised_folder(params, tmp_path):
     quantised, cfg = table.quantise(params, CFG)
     save_hf(quantised, tmp_path, cfg=cfg)
     with pytest.raises(ValueError, match="holds a quantised model, which cannot be trained"):
         models.open_weights(tmp_path, CFG)
 
 
-def test_what_is_wrong_with_a_path(workdir, tmp_path):
+def test_names_problem_of_path(workdir, tmp_path):
     with pytest.raises(ValueError, match="checkpoint /nowhere does not exist"):
         models.load_model("/nowhere")
     with pytest.raises(ValueError, match="is not a checkpoint; give a run's workdir"):

@@ -1,4 +1,4 @@
-"""PEFT's form of adapters: its golden, our files next to its files, and what is refused."""
+"""Adapters in PEFT's format: its golden, our files next to its files, and refused adapters."""
 
 import dataclasses
 import functools
@@ -35,8 +35,8 @@ def expected():
 
 
 @functools.cache
-def adapted():
-    """(config, params) of the golden's base with the golden's adapters next to its weights."""
+def adapted_model():
+    """Returns (config, params) of the golden's base with the golden's adapters next to its weights."""
     cfg, leaves = load_adapter(ADAPTER, base().cfg)
     return cfg, unflatten(flatten(base().params) | leaves)
 
@@ -63,7 +63,7 @@ def test_merged_adapters_equal_peft():
 
 @pytest.mark.slow
 def test_float64_adapters_equal_float64_twin_of_peft():
-    cfg, params = adapted()
+    cfg, params = adapted_model()
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
         logits = glm5.forward(wide, base().tokens, dataclasses.replace(cfg, dtype="float64")).logits
@@ -72,7 +72,7 @@ def test_float64_adapters_equal_float64_twin_of_peft():
 
 @pytest.mark.slow
 def test_gradients_equal_those_of_peft(tmp_path):
-    cfg, params = adapted()
+    cfg, params = adapted_model()
     frozen = {path: x for path, x in flatten(params).items() if not lora.is_adapter(path)}
     tokens = base().tokens
 
@@ -97,7 +97,7 @@ def test_gradients_equal_those_of_peft(tmp_path):
 
 
 def test_saves_the_files_of_peft(tmp_path):
-    cfg, params = adapted()
+    cfg, params = adapted_model()
     save_adapter(params, cfg, tmp_path / "out", base="hf_tiny_d")
     ours, theirs = load_file(tmp_path / "out" / WEIGHTS), load_file(ADAPTER / WEIGHTS)
     assert ours.keys() == theirs.keys()
@@ -145,6 +145,9 @@ def copy_of_golden(tmp_path, **options):
         ({"rank_pattern": {"q_a_proj": 8}}, "rank_pattern is"),
         ({"r": 0}, "r is 0"),
         ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
         ({"r": 4}, "has shape .* the adapter is of another model"),
     ],
 )
@@ -167,6 +170,15 @@ def test_rejects_missing_and_unknown_tensors(tmp_path):
         load_adapter(folder, base().cfg)
 
 
+def test_rejects_tensor_that_is_not_finite(tmp_path):
+    folder = copy_of_golden(tmp_path)
+    tensors = load_file(ADAPTER / WEIGHTS)
+    name = next(iter(sorted(tensors)))
+    save_file(tensors | {name: np.full_like(tensors[name], np.nan)}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        load_adapter(folder, base().cfg)
+
+
 def test_rejects_folder_without_adapter(tmp_path):
     with pytest.raises(ValueError, match="give the folder of a PEFT adapter"):
         load_adapter(tmp_path, base().cfg)
@@ -184,7 +196,7 @@ def test_rejects_quantised_target():
 @pytest.mark.parametrize(
     "targets", [("/attn/k_b$",), ("/experts/down$",), ("/experts/(gate|up)$",)]
 )
-def test_rejects_saving_part_of_a_tensor(tmp_path, targets):
+def test_rejects_saving_part_of_tensor(tmp_path, targets):
     cfg = dataclasses.replace(base().cfg, lora=LoraConfig(rank=2, targets=targets))
     with pytest.raises(ValueError, match="PEFT's form has all of them or none"):
         save_adapter(glm5.init_params(cfg, jax.random.key(0)), cfg, tmp_path / "out")
@@ -192,7 +204,7 @@ def test_rejects_saving_part_of_a_tensor(tmp_path, targets):
 
 
 def test_rejects_saving_into_full_folder(tmp_path):
-    cfg, params = adapted()
+    cfg, params = adapted_model()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is not an empty folder"):
         save_adapter(params, cfg, tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, on any mesh, and never half."""
+"""Checkpoints: round trips onto any mesh, and no partial checkpoint."""
 
 import re
 import threading
@@ -61,7 +61,7 @@ def workdir(tmp_path):
     return tmp_path
 
 
-def test_everything_comes_back_on_another_mesh(workdir):
+def test_restores_state_on_another_mesh(workdir):
     other = on(make_mesh(fsdp=2, expert=4), state_of(0))
     with Store(workdir) as store:
         state, data, meta = store.restore(abstract(other))
@@ -74,36 +74,36 @@ def test_everything_comes_back_on_another_mesh(workdir):
     assert state["params"]["embed"]["weight"].addressable_shards[0].data.shape == (8, 2)
 
 
-def test_what_processes_pass_becomes_one_position(tmp_path, monkeypatch):
-    """Each has its own rows of the data, and all have their sources."""
+def test_merges_data_positions_of_processes(tmp_path, monkeypatch):
+    """Each process has its rows of the data; the sources are common to all."""
     parts = [{"sources": {"a": 1}, "rows": {str(i): {"at": [i]}}, "first": i} for i in range(3)]
     monkeypatch.setattr(stores, "all_gather_objects", lambda data: parts)
     with Store(tmp_path) as store:
         store.save(state_of(), parts[0], {})
-    whole = {
+    merged = {
         "sources": {"a": 1},
         "rows": {"0": {"at": [0]}, "1": {"at": [1]}, "2": {"at": [2]}},
         "first": 0,
     }
     with Store(tmp_path) as store:
-        assert store.restore(abstract(state_of()))[1] == whole == stores.load_data(tmp_path, 7)
+        assert store.restore(abstract(state_of()))[1] == merged == stores.load_data(tmp_path, 7)
 
 
-def test_the_layout_is_the_documented_one(workdir):
+def test_writes_documented_layout(workdir):
     folder = workdir / "checkpoints" / "7"
     parts = {p.name for p in folder.iterdir() if p.is_dir()}
     assert parts == {"model", "optimizer", "data", "rng", "meta"}
     assert latest_step(workdir) == 7
 
 
-def test_without_shardings_everything_comes_to_the_first_device(workdir):
+def test_restores_to_first_device_without_shardings(workdir):
     with Store(workdir) as store:
         state, _, _ = store.restore(jax.eval_shape(state_of))
     same(state, state_of())
     assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {jax.devices()[0]}
 
 
-def test_parameters_load_alone_from_a_workdir_or_a_step(workdir):
+def test_loads_parameters_of_workdir_or_step(workdir):
     wanted = abstract(on(make_mesh(fsdp=8), state_of(0)))["params"]
     for path in (workdir, workdir / "checkpoints" / "7"):
         same(load_params(path, wanted), state_of()["params"])
@@ -111,7 +111,7 @@ def test_parameters_load_alone_from_a_workdir_or_a_step(workdir):
         load_params(workdir / "nowhere", wanted)
 
 
-def test_other_shapes_are_refused_by_name(workdir):
+def test_names_arrays_of_other_shapes(workdir):
     wanted = abstract(state_of(0))
     wanted["params"]["norm"] = jax.ShapeDtypeStruct((9,), jnp.bfloat16)
     with Store(workdir) as store, pytest.raises(ValueError, match="among them model/norm"):
@@ -123,7 +123,7 @@ def test_other_shapes_are_refused_by_name(workdir):
         load_params(workdir, wanted["params"])
 
 
-def test_only_weights_of_unshared_paths_may_be_on_one_side(workdir):
+def test_only_listed_paths_may_differ(workdir):
     wanted = abstract(on(make_mesh(fsdp=8), state_of(0)))["params"]
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
     more = wanted | {"indexer": {"k": shape}}
@@ -141,7 +141,7 @@ def test_only_weights_of_unshared_paths_may_be_on_one_side(workdir):
         load_params(workdir, more, ("(",))
 
 
-def test_the_newest_stay_and_a_step_is_saved_once(tmp_path):
+def test_keeps_newest_and_saves_step_once(tmp_path):
     with Store(tmp_path, keep=2) as store:
         for step in (1, 2, 3, 3):
             store.save(state_of(step), {}, {})
@@ -153,7 +153,7 @@ def test_the_newest_stay_and_a_step_is_saved_once(tmp_path):
             store.restore(abstract(state_of()), 1)
 
 
-def test_what_is_half_written_does_not_count_and_is_cleared(workdir):
+def test_ignores_and_removes_partial_checkpoint(workdir):
     half = workdir / "checkpoints" / "9.orbax-checkpoint-tmp"
     (half / "model").mkdir(parents=True)
     assert latest_step(workdir) == 7
@@ -162,7 +162,7 @@ def test_what_is_half_written_does_not_count_and_is_cleared(workdir):
     assert not half.exists()
 
 
-def test_arrays_may_be_donated_once_save_returns(tmp_path):
+def test_arrays_may_be_donated_after_save(tmp_path):
     spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)
     with Store(tmp_path) as store:
         state = state_of(3)
@@ -173,7 +173,7 @@ def test_arrays_may_be_donated_once_save_returns(tmp_path):
     same(got, state_of(3))
 
 
-def test_too_little_disk_is_seen_before_training(tmp_path):
+def test_refuses_small_disk_before_training(tmp_path):
     huge = {"params": {"w": jax.ShapeDtypeStruct((2**40,), jnp.float32)}}
     each = 4 * 2**40 + 2**20
     with pytest.raises(ValueError, match=f"4 checkpoints of {each:,} bytes need {4 * each:,}"):
@@ -181,28 +181,28 @@ def test_too_little_disk_is_seen_before_training(tmp_path):
     check_space(tmp_path / "new" / "workdir", abstract(state_of()), keep=3)
 
 
-def test_space_that_its_own_checkpoints_take_counts_as_free(workdir, monkeypatch):
+def test_counts_space_of_existing_checkpoints_as_free(workdir, monkeypatch):
     state = abstract(state_of())
-    own = sum(f.stat().st_size for f in workdir.rglob("*") if f.is_file())
+    num_bytes = sum(f.stat().st_size for f in workdir.rglob("*") if f.is_file())
     usage, free = stores.shutil.disk_usage(workdir), [0]
     monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
     with pytest.raises(ValueError, match="smaller --experiment.train.keep") as refused:
         check_space(workdir / "sub", state, keep=2)
     needed = int(re.search(r"need ([\d,]+)", str(refused.value))[1].replace(",", ""))
-    free[0] = needed - own
+    free[0] = needed - num_bytes
     check_space(workdir, state, keep=2)
     free[0] -= 1
     with pytest.raises(ValueError, match="smaller --experiment.train.keep"):
         check_space(workdir, state, keep=2)
 
 
-def test_keeping_nothing_is_refused(tmp_path):
+def test_refuses_keeping_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="keep is 0"):
         Store(tmp_path, keep=0)
 
 
-def test_other_parts_of_a_failed_save_do_not_hide_its_error(monkeypatch, tmp_path):
-    """Orbax's threads raise their own failure, once joined."""
+def test_failed_save_reports_its_error(monkeypatch, tmp_path):
+    """Orbax's threads raise a second error when joined."""
 
     class Failing(threading.Thread):
         def join(self, timeout=None):

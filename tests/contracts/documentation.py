@@ -1,6 +1,6 @@
 """Checks what Markdown pages name: paths, modules, functions, flags and commands in code spans, and links between pages.
 
-A span is a command, a path, a dotted name, a flag or a name; `problem` says what is wrong with it. Spans of other forms,
+A span is a command, a path, a dotted name, a flag or a name; `problem` returns what is wrong with it. Spans of other forms,
 such as JSON or numbers, are not checked. A name must be bound, accessed or quoted in the source; one in a module or
 class of ours must be defined there. Words in capitals (DIR, STEP) stand for the reader's own values.
 

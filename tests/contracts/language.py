@@ -33,7 +33,7 @@ IDENTIFIER = re.compile(
     r"_*(?:own|told|heard|said|asked|found|given|made|whole|kept|here|there|behind|drew|(?:most|least)_\w+)_*",
     re.IGNORECASE,
 )
-# Counted for the table alone, because each has a plain meaning too.
+# Counted only in the table, because each has a plain meaning too.
 RIDDLE = re.compile(
     PHRASE.pattern + r"|\b(?:told|beside|alone|of those|of which|of whose|whose own)\b",
     re.IGNORECASE,

@@ -41,7 +41,7 @@ def test_reports_long_calls_and_allows_more_for_compilation():
     assert len(violations({test: spent(7.6, 7.6, has_compiled=True)}, BUDGET)) == 1
 
 
-def test_reports_directories_that_have_no_budget():
+def test_reports_directories_without_budget():
     lines = violations({"tests/new/test_a.py::test_a": spent(3.5)}, BUDGET)
     assert lines[0] == "tests/new: 4 CPU seconds of 2; the slowest:"
 
@@ -54,30 +54,37 @@ def test_cpu_seconds_count_children():
 
 
 def test_gives_every_directory_of_tests_a_budget():
-    found = {f"tests/{path.parent.name}" for path in FOLDER.glob("*/test_*.py")} | {"tests"}
-    assert set(Budget.read().directories) == found
+    directories = {f"tests/{path.parent.name}" for path in FOLDER.glob("*/test_*.py")} | {"tests"}
+    assert set(Budget.read().directories) == directories
     # Ten minutes of two cores are 1,200; what is above that has to go.
     assert sum(Budget.read().directories.values()) <= 1400
 
 
-def test_deals_out_every_file_once_and_evenly():
+def test_assigns_every_file_once_and_evenly():
     durations = {f"f{i}.py::test": float(i) for i in range(1, 30)}
-    found = shares.shares([*durations, "f0.py::test"], durations, 7)
-    assert set(found) == {f"f{i}.py" for i in range(30)} and set(found.values()) == set(range(7))
+    share_of_file = shares.shares([*durations, "f0.py::test"], durations, 7)
+    assert set(share_of_file) == {f"f{i}.py" for i in range(30)} and set(
+        share_of_file.values()
+    ) == set(range(7))
     loads = [
-        sum(durations.get(f"{f}::test", 5.0) for f in found if found[f] == s) for s in range(7)
+        sum(
+            durations.get(f"{f}::test", shares.UNKNOWN_S)
+            for f in share_of_file
+            if share_of_file[f] == s
+        )
+        for s in range(7)
     ]
     assert max(loads) - min(loads) <= 5.0
 
 
 @pytest.mark.parametrize("text", ["7/7", "1", "-1/7", "a/b", "1/0"])
-def test_rejects_shares_that_do_not_exist(text):
+def test_rejects_unknown_shares(text):
     with pytest.raises(ValueError, match="K from 0 to N - 1, such as 0/7"):
         shares.parse(text)
 
 
 @pytest.mark.slow
-def test_fails_a_run_with_a_test_that_is_slow_on_purpose(tmp_path):
+def test_fails_run_with_slow_test(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     seconds = 2 * TOLERANCE * Budget.read().call_s
     (tmp_path / "test_slow.py").write_text(

@@ -1,8 +1,8 @@
-"""The command line is frozen: these flags, of these types, and no others.
+"""Freezes the command line: these flags, of these types, and no others.
 
     python -m tests.contracts.test_command_line
 
-writes the golden anew, when the command line is meant to change.
+writes the golden again after an intended change.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ GOLDEN = ROOT / "tests" / "goldens" / "command_line.txt"
 
 
 def command_line() -> str:
-    """One line for each flag of a run of `pretrain.py`: its name and the type of its value."""
+    """Returns one line for each flag of a run of `pretrain.py`: its name and the type of its value."""
     argv = ["run", f"--experiment={ROOT}/experiments/pretrain.py:tiny"]
     mutable = to_mutable(flags.load(argv[1].partition("=")[2])[1])
     lines = [
@@ -27,7 +27,7 @@ def command_line() -> str:
 
 
 def fields(mutable, path: str) -> Iterator[str]:
-    """The lines of an editable config's fields, in their order."""
+    """Yields the lines of an editable config's fields, in their order."""
     hints = typing.get_type_hints(mutable.frozen_class)
     for field in dataclasses.fields(mutable):
         value, name = getattr(mutable, field.name), f"{path}.{field.name}"
@@ -38,7 +38,7 @@ def fields(mutable, path: str) -> Iterator[str]:
             yield f"{name}={getattr(hint, '__name__', hint) if isinstance(hint, type) else hint}\n"
 
 
-def test_the_command_line_is_frozen():
+def test_command_line_equals_golden():
     assert command_line() == GOLDEN.read_text()
 
 

@@ -1,4 +1,4 @@
-"""What a file may be called, hold and weigh."""
+"""Limits the names, contents and sizes of files."""
 
 import ast
 import re
@@ -30,25 +30,25 @@ def lines_with(pattern: re.Pattern, paths) -> list[str]:
 
 
 def ours() -> list:
-    """The files written here: all but the shipped texts and the reference data."""
+    """Returns the files written in this repository: all but shipped texts and reference data."""
     return [path for path in files() if not str(path).startswith((ASSETS, "tests/goldens/hf_"))]
 
 
 @pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY], ids=["machine path", "registry"])
-def test_no_file_names_one_machine(pattern):
+def test_files_name_no_machine(pattern):
     assert not lines_with(pattern, ours())
 
 
-def test_nothing_is_left_unfinished():
+def test_files_have_no_marks_of_unfinished_work():
     assert not lines_with(UNFINISHED, ours())
 
 
-def test_module_names_say_what_is_inside():
+def test_module_names_are_specific():
     paths = python_files(*PACKAGES, "tests")
     assert not [str(path) for path in paths if FORBIDDEN_NAMES & {*path.with_suffix("").parts}]
 
 
-def test_files_are_one_concept_long():
+def test_files_are_short():
     lengths = {str(path): read(path).count("\n") for path in python_files(*PACKAGES)}
     assert not {path: n for path, n in lengths.items() if n > MAX_LINES}
 
@@ -88,7 +88,7 @@ def test_shipped_assets_are_small_and_licensed():
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=lambda c: c[0])
-def test_ruff_has_nothing_to_say(command):
+def test_ruff_reports_nothing(command):
     ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--output-format=concise", "."]
     done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Imports go from high to low, and the outside world is touched only where the design says."""
+"""Imports go from high to low levels, and only listed files use the network, processes or the environment."""
 
 import configparser
 import pathlib
@@ -34,7 +34,9 @@ NETWORK_FILES = (
 )
 PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", "execv", "execve")
-GRADER = "glm5_jax/envs/terminal/grader/"  # copied into sandboxes, and run there alone
+GRADER = (
+    "glm5_jax/envs/terminal/grader/"  # copied into sandboxes, where it runs without this package
+)
 PROCESS_FILES = ("glm5_jax/runtime/process.py", "glm5_jax/envs/sandbox/", GRADER, "launch/")
 
 # Where libraries may be imported that the project is only compared with.
@@ -46,17 +48,17 @@ COMPARISONS = (
 
 
 def all_imports() -> list[Import]:
-    return [found for path in python_files(*PACKAGES) for found in imports(path)]
+    return [entry for path in python_files(*PACKAGES) for entry in imports(path)]
 
 
 def package_of(name: str) -> str:
-    """The package of the level table that a dotted name or a path in dots belongs to."""
+    """Returns the package of the level table that a dotted name or a path in dots belongs to."""
     parts = name.split(".")
     return parts[1] if parts[0] == "glm5_jax" and len(parts) > 1 else parts[0]
 
 
 def may_import(source: str, target: str) -> bool:
-    """Whether files of one package of the table may import another."""
+    """Returns True if files of one package of the table may import another."""
     below = LEVELS[target] < LEVELS[source]
     return (
         below
@@ -69,27 +71,27 @@ def may_import(source: str, target: str) -> bool:
 @pytest.mark.usefixtures("parsed")
 def test_imports_go_from_high_to_low():
     wrong = []
-    for found in all_imports():
-        if not found.is_from(*PACKAGES, "tests"):
+    for entry in all_imports():
+        if not entry.is_from(*PACKAGES, "tests"):
             continue
-        source = ".".join(found.path.with_suffix("").parts)
+        source = ".".join(entry.path.with_suffix("").parts)
         if source == "glm5_jax.__init__":  # the surface opens onto every package
             continue
-        source, target = package_of(source), package_of(found.name)
+        source, target = package_of(source), package_of(entry.name)
         if target in LEVELS and may_import(source, target):
             continue
-        if target not in LEVELS and source == "experiments" and found.is_from("glm5_jax"):
+        if target not in LEVELS and source == "experiments" and entry.is_from("glm5_jax"):
             continue  # what experiments and their readers import is the surface
-        wrong.append(str(found))
+        wrong.append(str(entry))
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_package_has_a_level():
+def test_every_package_has_level():
     known = {package_of(".".join(path.with_suffix("").parts)) for path in python_files(*PACKAGES)}
     assert known - set(LEVELS) <= {"__init__"}
 
 
-def test_the_table_means_what_the_design_says():
+def test_levels_match_design():
     for source, target in [("model", "parallel"), ("envs", "agents"), ("config", "parallel")]:
         assert may_import(source, target), (source, target)
     for source, target in [
@@ -154,23 +156,23 @@ def test_imports_have_no_circles():
     assert not circles, "\n".join(", ".join(sorted(circle)) for circle in circles)
 
 
-def test_the_readme_is_built_on_what_is_imported():
+def test_readme_names_imported_libraries():
     readme = (ROOT / "README.md").read_text("utf-8")
     modules = {"JAX": "jax", "NNX": "flax.nnx", "Pallas": "jax.experimental.pallas"}
     for word, module in modules.items():
-        is_imported = any(found.is_from(module) for found in all_imports())
+        is_imported = any(entry.is_from(module) for entry in all_imports())
         assert (word in readme) == is_imported, word
 
 
 def test_kernels_import_only_jax_jaxtyping_and_numpy():
     wrong = [
-        str(found)
+        str(entry)
         for path in python_files("pallas_kernels")
-        for found in imports(path)
-        if not found.is_from(
+        for entry in imports(path)
+        if not entry.is_from(
             "jax", "jaxtyping", "numpy", "pallas_kernels", *sys.stdlib_module_names
         )
-        and not str(found.path).startswith(COMPARISONS)
+        and not str(entry.path).startswith(COMPARISONS)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -197,8 +199,8 @@ def test_kernels_import_only_jax_jaxtyping_and_numpy():
     ],
     ids=lambda value: value[0],
 )
-def test_used_only_in_its_place(modules, places):
-    wrong = [str(found) for found in all_imports() if found.is_from(*modules)]
+def test_restricted_modules_stay_in_their_files(modules, places):
+    wrong = [str(entry) for entry in all_imports() if entry.is_from(*modules)]
     wrong += [line for path in python_files(*PACKAGES) for line in dotted_uses(path, modules)]
     wrong = [line for line in wrong if not line.startswith(places)]
     assert not wrong, "\n".join(wrong)
@@ -208,18 +210,18 @@ def dotted_uses(path: pathlib.PurePosixPath, names) -> list[str]:
     return [f"{path}:{line} uses {name}" for line, name in dotted_names(path) if name in names]
 
 
-def test_network_only_in_files_named_for_it():
+def test_network_modules_stay_in_network_files():
     wrong = [
-        str(found)
-        for found in all_imports()
-        if found.is_from(*NETWORK)
-        and found.path.stem not in NETWORK_FILES
-        and str(found.path) != "experiments/benchmarks/simulated_fleet.py"  # counts requests
+        str(entry)
+        for entry in all_imports()
+        if entry.is_from(*NETWORK)
+        and entry.path.stem not in NETWORK_FILES
+        and str(entry.path) != "experiments/benchmarks/simulated_fleet.py"  # counts requests
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_process_is_started_through_os():
+def test_starts_no_process_through_os():
     calls = tuple(f"os.{name}" for name in PROCESS_CALLS)
     wrong = [
         line
@@ -230,8 +232,8 @@ def test_no_process_is_started_through_os():
     assert not wrong, "\n".join(wrong)
 
 
-def declared(section: str, option: str) -> set[str]:
-    """Import names of the requirements under an option of setup.cfg."""
+def declared_imports(section: str, option: str) -> set[str]:
+    """Returns the import names of the requirements under an option of setup.cfg."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     lines = config[section][option].split()
@@ -239,23 +241,23 @@ def declared(section: str, option: str) -> set[str]:
     return {IMPORT_NAMES.get(name, name) for name in names}
 
 
-def test_what_is_imported_is_what_setup_cfg_declares():
-    """The arms that glm5_jax is timed against run in an environment of their own."""
-    own = declared("options", "install_requires")
-    bench = declared("options.extras_require", "bench") - own
+def test_imports_equal_requirements_of_setup_cfg():
+    """The programs that glm5_jax is timed against run in a separate environment."""
+    required = declared_imports("options", "install_requires")
+    bench = declared_imports("options.extras_require", "bench") - required
     used, foreign = set(), []
-    for found in all_imports():
-        name = found.name.split(".")[0]
+    for entry in all_imports():
+        name = entry.name.split(".")[0]
         used.add(name)
-        if name in bench and not str(found.path).startswith(COMPARISONS):
-            foreign.append(str(found))
+        if name in bench and not str(entry.path).startswith(COMPARISONS):
+            foreign.append(str(entry))
     assert not foreign, "\n".join(foreign)
     # Not in the lock of the environment for comparisons, which Python 3.11 shares: it needs 3.12.
-    where_present = {"tokamax"} | declared("options.extras_require", "ray")
-    assert used - {*sys.stdlib_module_names, *PACKAGES} - bench - where_present == own
+    where_present = {"tokamax"} | declared_imports("options.extras_require", "ray")
+    assert used - {*sys.stdlib_module_names, *PACKAGES} - bench - where_present == required
 
 
-def test_rl_algorithm_imports_no_other_room_of_rl():
+def test_rl_algorithm_imports_no_other_package_of_rl():
     """`rl.algorithm` is pure: it may use the types of rl, which are modules of `rl` itself."""
     wrong = [
         str(entry)

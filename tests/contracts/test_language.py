@@ -59,7 +59,7 @@ def test_no_file_exceeds_baseline():
 
 
 @pytest.mark.usefixtures("parsed")
-def test_baseline_holds_no_more_than_there_is():
+def test_baseline_equals_current_counts():
     current = language.counts(language.violations())
     assert json.loads(language.BASELINE.read_text()) == current, (
         "fewer than the baseline allows: run python -m tests.contracts.language --write"

@@ -1,4 +1,4 @@
-"""The locks hold what setup.cfg asks for, completely, and nothing but exact pins."""
+"""Checks that locks satisfy setup.cfg, are complete, and hold only exact pins."""
 
 import configparser
 import importlib.metadata
@@ -19,7 +19,7 @@ THIS_TAG = "py311" if sys.version_info < (3, 12) else "py312"
 
 
 def lock(tag: str, *groups: str) -> dict[str, str]:
-    """Names and versions that the locks of the groups pin."""
+    """Returns the names and versions that the locks of the groups pin."""
     lines = [x for group in groups for x in (LOCKS / f"{tag}-{group}.txt").read_text().splitlines()]
     pins = {tuple(line.split("==")) for line in lines if not line.startswith("#")}
     assert all(len(pin) == 2 and re.fullmatch(r"[a-z0-9-]+", pin[0]) for pin in pins), pins
@@ -27,8 +27,8 @@ def lock(tag: str, *groups: str) -> dict[str, str]:
     return dict(pins)
 
 
-def asked(group: str) -> list[Requirement]:
-    """What setup.cfg asks for in `run` or in an extra."""
+def requirements_of(group: str) -> list[Requirement]:
+    """Returns the requirements of setup.cfg in `run` or in an extra."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     options = config["options.extras_require"]
@@ -37,9 +37,9 @@ def asked(group: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_locks_keep_to_the_ranges_of_setup_cfg(tag):
+def test_locks_satisfy_ranges_of_setup_cfg(tag):
     pins = lock(tag, *GROUPS)
-    for requirement in [r for group in GROUPS for r in asked(group)]:
+    for requirement in [r for group in GROUPS for r in requirements_of(group)]:
         name = canonicalize_name(requirement.name)
         assert requirement.specifier.contains(pins[name]), (
             f"{requirement} but {tag} has {pins[name]}"
@@ -47,29 +47,31 @@ def test_locks_keep_to_the_ranges_of_setup_cfg(tag):
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_keeps_lock_of_documentation_to_its_ranges(tag):
+def test_documentation_lock_satisfies_its_ranges(tag):
     pins = lock(tag, "docs")
-    for requirement in asked("docs"):
+    for requirement in requirements_of("docs"):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
 
 
-def test_the_two_locks_are_the_two_ends_of_the_jax_range():
+def test_locks_cover_both_ends_of_jax_range():
     assert lock("py311", "run")["jax"].startswith("0.10.")
     assert lock("py312", "run")["jax"].startswith("0.11.")
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_versions_that_must_be_equal_are(tag):
+def test_jax_packages_have_equal_versions(tag):
     pins = lock(tag, *GROUPS)
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
     assert len({pins[name] for name in names}) == 1
 
 
 @pytest.mark.parametrize("groups", [("run",), ("run", "test")], ids=["run", "test"])
-def test_a_lock_needs_no_package_outside_itself(groups):
-    """So that `run`, installed alone, works as it does here among the packages of the tests."""
+def test_locks_are_complete(groups):
+    """`run` must work without the packages of the tests, which are installed next to it."""
     pins = lock(THIS_TAG, *groups)
-    pending = [(r.name, extra) for g in groups for r in asked(g) for extra in ["", *r.extras]]
+    pending = [
+        (r.name, extra) for g in groups for r in requirements_of(g) for extra in ["", *r.extras]
+    ]
     seen = set()
     while pending:
         name, extra = pending.pop()
@@ -86,6 +88,6 @@ def test_a_lock_needs_no_package_outside_itself(groups):
     assert {name for name, _ in seen} == set(pins)
 
 
-def test_what_is_installed_is_what_is_locked():
+def test_installed_versions_equal_locked_versions():
     pins = lock(THIS_TAG, "run", "test")
     assert {name: importlib.metadata.version(name) for name in pins} == pins

@@ -1,4 +1,4 @@
-"""The two commands: their environment, their errors, and that README begins with them."""
+"""Tests the two start scripts: their environment, their errors, and that README begins with them."""
 
 import os
 import pathlib
@@ -36,7 +36,7 @@ def fake(path: pathlib.Path, body: str) -> None:
 
 
 @pytest.mark.parametrize("reason", FAKES)
-def test_an_interpreter_that_does_not_do_is_named_with_the_reason(tmp_path, reason):
+def test_names_unusable_interpreter_with_reason(tmp_path, reason):
     fake(tmp_path / "python3.99", FAKES[reason])
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = bash("find_python python3.99", PATH=path, PYENV_ROOT=str(tmp_path))
@@ -45,7 +45,7 @@ def test_an_interpreter_that_does_not_do_is_named_with_the_reason(tmp_path, reas
     assert reason in done.stderr
 
 
-def test_the_first_interpreter_that_works_is_taken(tmp_path):
+def test_takes_first_working_interpreter(tmp_path):
     fake(tmp_path / "shims" / "python3.99", FAKES["does not start"])
     pyenv = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
     fake(pyenv, f'exec {sys.executable} "$@"')
@@ -55,7 +55,7 @@ def test_the_first_interpreter_that_works_is_taken(tmp_path):
 
 
 @pytest.fixture
-def installed(tmp_path) -> pathlib.Path:
+def installed_repository(tmp_path) -> pathlib.Path:
     """A repository whose environment claims to hold the locks; its pip would fail."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     fake(tmp_path / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"')
@@ -69,35 +69,35 @@ def set_up(repository: pathlib.Path) -> subprocess.CompletedProcess:
     return bash(f'{script}set_up test; echo "$VENV"')
 
 
-def test_a_second_start_installs_nothing(installed):
-    assert set_up(installed).stdout == f"{installed}/.venv\n"
+def test_second_start_installs_nothing(installed_repository):
+    assert set_up(installed_repository).stdout == f"{installed_repository}/.venv\n"
 
 
-def test_environment_has_command_that_runs_from_any_folder(installed, tmp_path):
-    set_up(installed)
+def test_environment_has_command_that_runs_from_any_folder(installed_repository, tmp_path):
+    set_up(installed_repository)
     (tmp_path / "launch.py").write_text("raise SystemExit('imported from the folder of the call')")
-    command = [installed / ".venv" / "bin" / "glm5", "--help"]
+    command = [installed_repository / ".venv" / "bin" / "glm5", "--help"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "glm5 serve FOLDER" in done.stdout
 
 
-def test_a_changed_lock_is_installed(installed):
-    with open(installed / "launch" / "requirements" / "py311-run.txt", "a") as lock:
+def test_installs_changed_lock(installed_repository):
+    with open(installed_repository / "launch" / "requirements" / "py311-run.txt", "a") as lock:
         lock.write("more==1\n")
-    shutil.copy(lock.name, installed / "launch" / "requirements" / "py312-run.txt")
-    done = set_up(installed)
+    shutil.copy(lock.name, installed_repository / "launch" / "requirements" / "py312-run.txt")
+    done = set_up(installed_repository)
     assert done.returncode == 7
     assert re.search(r"Installing \d+ packages into \.venv", done.stdout)
 
 
-# Where the lists of packages are old, nothing is found before they are fetched.
+# With old package lists, installing fails until they are updated.
 OLD_LISTS = '[ "$1" = update ] && : >"$0.lists"; [ -e "$0.lists" ] || exit 100'
 BOTH = "bubblewrap git"
 
 
 @pytest.mark.parametrize(
-    ("apt_get", "there", "calls"),
+    ("apt_get", "present", "calls"),
     [
         ("exit 0", [], [f"install -qq -y {BOTH}"]),
         ("exit 0", ["git"], ["install -qq -y bubblewrap"]),
@@ -106,8 +106,8 @@ BOTH = "bubblewrap git"
     ],
     ids=["none", "git", "both", "old lists"],
 )
-def test_root_gets_the_packages_that_are_missing(tmp_path, apt_get, there, calls):
-    done, called = with_packages(tmp_path, 0, apt_get, there)
+def test_installs_missing_packages_as_root(tmp_path, apt_get, present, calls):
+    done, called = with_packages(tmp_path, 0, apt_get, present)
     assert called == calls
     names = calls[0].removeprefix("install -qq -y ") if calls else ""
     assert done.stdout == (f"Installing Debian packages: {names}\n" if calls else "")
@@ -119,21 +119,19 @@ def test_root_gets_the_packages_that_are_missing(tmp_path, apt_get, there, calls
     [(1000, "exit 0", 0), (0, None, 0), (0, "exit 100", 2)],
     ids=["no root", "no Debian", "no package"],
 )
-def test_who_cannot_get_packages_is_told_which_and_what_fails_without(
-    tmp_path, user, apt_get, calls
-):
+def test_names_packages_that_cannot_be_installed(tmp_path, user, apt_get, calls):
     done, called = with_packages(tmp_path, user, apt_get, [])
-    assert len(called) == calls  # install, and update, without which there is no second try
-    assert bool(done.stdout) == bool(calls)  # nobody hears of an installation that is not tried
+    assert len(called) == calls  # an installation, then an update before the second try
+    assert bool(done.stdout) == bool(calls)  # no message about an installation that is not tried
     assert "tests of sandboxes fail; on Debian: apt-get install bubblewrap git\n" in done.stderr
 
 
-def with_packages(folder, user, apt_get, there):
-    """(what add_packages said, how it called apt-get) where PATH has these programs alone."""
+def with_packages(folder, user, apt_get, present):
+    """Returns (output of add_packages, its calls of apt-get) where PATH holds only these programs."""
     calls = folder / "calls"
     calls.touch()
     fake(folder / "id", f"echo {user}")
-    for name in there:
+    for name in present:
         fake(folder / name, "exit 1")
     if apt_get is not None:
         fake(folder / "apt-get", f'echo "$*" >>{calls}\n{apt_get}')
@@ -151,12 +149,12 @@ def test_test_script_explains_itself():
 
 
 @pytest.mark.parametrize("path", [p for p in files() if p.suffix == ".sh" or p.parts[0] == ".ci"])
-def test_scripts_parse_and_can_be_executed(path):
+def test_scripts_parse_and_are_executable(path):
     assert os.access(ROOT / path, os.X_OK) or "Sourced by" in read(path)
     subprocess.run(["bash", "-n", str(ROOT / path)], check=True)
 
 
-def test_readme_begins_with_two_commands_and_names_programs_that_exist():
+def test_readme_begins_with_commands_and_names_existing_programs():
     blocks = re.findall(r"(?ms)^```(?:bash|sh|shell|console)\n(.*?)^```", read(ROOT / "README.md"))
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     commands = [line.removeprefix("$ ") for line in lines if line]

@@ -1,4 +1,4 @@
-"""What users write: the public names, and that importing them costs little."""
+"""Freezes the public names of glm5_jax, and checks that importing it is cheap."""
 
 import subprocess
 import sys
@@ -22,17 +22,17 @@ SURFACE = (
 )
 
 
-def test_the_surface_is_frozen():
+def test_public_names_are_listed_in_order():
     names = list(glm5_jax.__all__)
     assert names == [name for name in SURFACE if name in names]
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     assert all(getattr(glm5_jax, name) is not None for name in glm5_jax.__all__)
     assert set(glm5_jax.__all__) <= set(dir(glm5_jax))
 
 
-def test_importing_it_loads_nothing_heavy(plain_env):
+def test_import_loads_no_heavy_module(plain_env):
     """A launcher must be able to set flags for jax after `import glm5_jax`."""
     code = "import glm5_jax, sys; print(*{name.split('.')[0] for name in sys.modules})"
     loaded = subprocess.check_output([sys.executable, "-c", code], env=plain_env, text=True).split()

@@ -1,4 +1,4 @@
-"""Conversations as a source: every sample a record, rows that hold them whole, both sides of the split."""
+"""Tests conversations as a data source: records of samples, rows of complete conversations and the held-out split."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ TOKENIZER = Tokenizer.default()
 
 
 def chat(*turns, **more):
-    """Turns (question, reply, reasoning)."""
+    """Returns a conversation of turns (question, reply, reasoning)."""
     messages = []
     for question, reply, *reasoning in turns:
         messages += [
@@ -39,11 +39,11 @@ def source(folder, *chats, name="chats", **options):
     return ChatSourceConfig(chats=str(file), **{"max_tokens": 64} | options)
 
 
-def opened(config, fraction=0.0, training=True):
+def open_chats(config, fraction=0.0, training=True):
     return config.open(TOKENIZER, fraction, training=training)
 
 
-def same(record, other):
+def assert_same_record(record, other):
     for name, stream in record.streams().items():
         np.testing.assert_array_equal(stream, getattr(other, name))
     assert record.spans == other.spans
@@ -57,51 +57,55 @@ CHATS = [
 
 
 @pytest.mark.parametrize("mode", ("interleaved", "preserved"))
-def test_every_sample_is_a_record_in_the_mode_of_its_line_or_the_sources(tmp_path, mode):
-    found = opened(source(tmp_path, *CHATS, mode=mode))
+def test_makes_record_of_every_sample_in_mode(tmp_path, mode):
+    records = open_chats(source(tmp_path, *CHATS, mode=mode))
     wanted = [
         record
         for line in CHATS
         for record in make_records(parse_line(line), TOKENIZER, mode=line.get("mode", mode))
     ]
-    assert len(found) == len(wanted) == (4 if mode == "interleaved" else 3)
-    for record, other in zip((found[i] for i in range(len(found))), wanted):
-        same(record, other)
+    assert len(records) == len(wanted) == (4 if mode == "interleaved" else 3)
+    for record, other in zip((records[i] for i in range(len(records))), wanted):
+        assert_same_record(record, other)
 
 
-def test_empty_lines_and_several_files_are_read(tmp_path):
+def test_reads_several_files_and_skips_empty_lines(tmp_path):
     source(tmp_path, "", chat(("One?", "1")), "  ", chat(("Two?", "2")), name="a")
     source(tmp_path, chat(("Three?", "3")), name="b")
-    found = opened(ChatSourceConfig(chats=f"{tmp_path}/*.jsonl", max_tokens=64))
-    assert [first_user_text(found.conversation(i)) for i in range(3)] == ["One?", "Two?", "Three?"]
+    records = open_chats(ChatSourceConfig(chats=f"{tmp_path}/*.jsonl", max_tokens=64))
+    assert [first_user_text(records.conversation(i)) for i in range(3)] == [
+        "One?",
+        "Two?",
+        "Three?",
+    ]
 
 
-def test_mistakes_are_masked_unless_told(tmp_path):
+def test_masks_mistakes_by_default(tmp_path):
     wrong = chat(("Q", "right"))
     wrong["messages"][1:1] = [
         {"role": "assistant", "content": "wrong", "weight": 0},
     ]
     masked, unmasked = (
-        opened(source(tmp_path, wrong, mask_errors=mask))[0] for mask in (True, False)
+        open_chats(source(tmp_path, wrong, mask_errors=mask))[0] for mask in (True, False)
     )
-    learnt = [TOKENIZER.decode(r.token_ids[r.loss_mask == 1].tolist()) for r in (masked, unmasked)]
-    assert "wrong" not in learnt[0] and "wrong" in learnt[1] and "right" in learnt[0]
+    trained = [TOKENIZER.decode(r.token_ids[r.loss_mask == 1].tolist()) for r in (masked, unmasked)]
+    assert "wrong" not in trained[0] and "wrong" in trained[1] and "right" in trained[0]
 
 
-def test_samples_of_which_nothing_is_learnt_are_none(tmp_path):
+def test_drops_samples_without_trained_tokens(tmp_path):
     half = chat(("One?", "1"), ("Two?", "2"))
     half["messages"][1]["weight"] = 0
-    found = opened(source(tmp_path, half))
-    assert len(found) == 1 and found[0].loss_mask.any()
-    assert len(opened(source(tmp_path, half, mask_errors=False))) == 2
+    records = open_chats(source(tmp_path, half))
+    assert len(records) == 1 and records[0].loss_mask.any()
+    assert len(open_chats(source(tmp_path, half, mask_errors=False))) == 2
 
 
-def test_a_prompt_stands_on_one_side_of_the_split_with_all_its_answers(tmp_path):
+def test_splits_by_prompt(tmp_path):
     chats = [chat((f"Question {i}?", f"{j}")) for i in range(200) for j in range(2)]
     config = source(tmp_path, *chats)
     sides = [
-        [first_user_text(found.conversation(i)) for i in range(len(found))]
-        for found in (opened(config, 0.3, training) for training in (True, False))
+        [first_user_text(records.conversation(i)) for i in range(len(records))]
+        for records in (open_chats(config, 0.3, training) for training in (True, False))
     ]
     assert len(sides[0]) + len(sides[1]) == 400 and not set(sides[0]) & set(sides[1])
     assert 80 < len(sides[1]) < 160
@@ -109,71 +113,71 @@ def test_a_prompt_stands_on_one_side_of_the_split_with_all_its_answers(tmp_path)
         assert len(side) == 2 * len(set(side))
 
 
-def test_wrong_lines_are_told_before_anything_is_read(tmp_path):
+def test_rejects_invalid_lines_before_reading(tmp_path):
     good = chat(("One?", "1"))
     config = source(tmp_path, good, "{", '{"messages": []}')
     with pytest.raises(ValueError, match=r"line 2: the line is not JSON.*\(and 1 lines more\)"):
-        opened(config)
-    unlearnt = chat(("One?", "1"))
-    unlearnt["messages"][1]["weight"] = 0
+        open_chats(config)
+    untrained = chat(("One?", "1"))
+    untrained["messages"][1]["weight"] = 0
     with pytest.raises(ValueError, match="line 1: it has no token to train on"):
-        opened(source(tmp_path, unlearnt))
+        open_chats(source(tmp_path, untrained))
     with pytest.raises(ValueError, match="no file matches"):
-        opened(ChatSourceConfig(chats=f"{tmp_path}/none*.jsonl"))
+        open_chats(ChatSourceConfig(chats=f"{tmp_path}/none*.jsonl"))
     with pytest.raises(ValueError, match="has no held-out conversation among 1"):
-        opened(source(tmp_path, good), 0.0, training=False)
+        open_chats(source(tmp_path, good), 0.0, training=False)
 
 
-def test_checking_much_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
+def test_shows_progress_of_long_check(tmp_path, monkeypatch, capsys):
     config = source(tmp_path, *(chat((f"{i}?", "1")) for i in range(50)))
-    opened(config)
+    open_chats(config)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(chat_data, "QUIET_BYTES", 1000)
-    opened(config)
+    open_chats(config)
     assert capsys.readouterr().err.startswith("byte 1")
 
 
-def test_the_longest_sample_is_the_longest_and_no_longer(tmp_path):
+def test_accepts_samples_of_exactly_max_tokens(tmp_path):
     long = chat(("One?", "word " * 60))
     tokens = max(map(len, make_records(parse_line(long), TOKENIZER)))
-    assert len(opened(source(tmp_path, long, max_tokens=tokens))) == 1
+    assert len(open_chats(source(tmp_path, long, max_tokens=tokens))) == 1
     with pytest.raises(ValueError, match=f"has {tokens} tokens, more than {tokens - 1}"):
-        opened(source(tmp_path, long, max_tokens=tokens - 1))
+        open_chats(source(tmp_path, long, max_tokens=tokens - 1))
 
 
-def test_marker_strings_count_as_the_text_they_are(tmp_path):
-    """A line of fewer bytes than tokens there may be needs no look: text never has more tokens than bytes."""
+def test_counts_spelled_out_markers_as_text(tmp_path):
+    """Text never has more tokens than bytes, so a line with fewer bytes than the limit of tokens needs no count."""
     text = "<|user|>" * 20
     [record] = make_records(parse_line(chat(("Q", text))), TOKENIZER)
     line = json.dumps(chat(("Q", text)))
     assert 100 < len(record) <= len(line)
 
 
-def test_text_around_tools_counts_too(tmp_path):
-    """It stands in no line: text that is a token for each byte fills rows with it."""
+def test_counts_tokens_of_tool_preamble(tmp_path):
+    """The preamble is not part of the line, so a line of one token per byte has more tokens than bytes."""
     tools = [{"name": "f"}]
     line = chat(("鱻" * 30, "鱻"), tools=tools)
     tokens = max(map(len, make_records(parse_line(line), TOKENIZER)))
     assert tokens > len(json.dumps(line, ensure_ascii=False).encode())
     config = source(tmp_path, json.dumps(line, ensure_ascii=False), max_tokens=tokens)
-    assert len(opened(config)) == 1
+    assert len(open_chats(config)) == 1
     with pytest.raises(ValueError, match=f"has {tokens} tokens, more than {tokens - 1}"):
-        opened(dataclasses.replace(config, max_tokens=tokens - 1))
+        open_chats(dataclasses.replace(config, max_tokens=tokens - 1))
 
 
-def test_two_spellings_of_a_question_stand_on_one_side(tmp_path):
-    """As text or in parts, composed or not, with blanks behind it."""
+def test_splits_spellings_of_question_together(tmp_path):
+    """Spellings: as text or in parts, composed or not, with trailing blanks."""
     chats = []
     for i in range(100):
         for content in (f"é{i}", [{"type": "text", "text": f"é{i}"}], f"e\u0301{i}  "):
             messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "A"}]
             chats.append({"messages": messages})
     config = source(tmp_path, *chats)
-    sides = [opened(config, 0.3, training) for training in (True, False)]
+    sides = [open_chats(config, 0.3, training) for training in (True, False)]
     assert all(len(side) % 3 == 0 for side in sides)
 
 
-def test_samples_are_as_long_as_rows_unless_told(tmp_path):
+def test_limits_samples_to_row_length_by_default(tmp_path):
     config = source(tmp_path, chat(("One?", "word " * 60)), max_tokens=None)
     data = DataConfig(
         sources=(config,), sequence_length=64, packing="best_fit", held_out_fraction=0.0
@@ -184,12 +188,12 @@ def test_samples_are_as_long_as_rows_unless_told(tmp_path):
     assert batch["loss_mask"].sum() > 60
 
 
-def test_layouts_that_cannot_keep_reasoning_and_several_layouts_are_refused(tmp_path):
+def test_rejects_unsuitable_or_mixed_layouts(tmp_path):
     with pytest.raises(ValueError, match="mode is 'preserved'; glm4.5 cannot keep"):
         ChatSourceConfig(chats="x.jsonl", mode="preserved", variant="glm4.5")
     config = source(tmp_path, chat(("One?", "1"), mode="preserved"), variant="glm4.5")
     with pytest.raises(ValueError, match="line 1: mode is 'preserved'; glm4.5 cannot keep"):
-        opened(config)
+        open_chats(config)
     other = dataclasses.replace(CHAIN, variant="glm5.2")
     with pytest.raises(ValueError, match=r"layouts \['glm5', 'glm5.2'\]; use one layout"):
         mixture(CHAIN, dataclasses.replace(other, mode="interleaved"))
@@ -206,7 +210,7 @@ def test_layouts_that_cannot_keep_reasoning_and_several_layouts_are_refused(tmp_
         ("max_tokens", 1),
     ],
 )
-def test_wrong_fields_are_named(field, value):
+def test_rejects_invalid_fields(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value!r}"):
         ChatSourceConfig(chats="x.jsonl", **{field: value})
     with pytest.raises(ValueError, match="weight of source 'general:x.jsonl:interleaved' is 0"):
@@ -230,7 +234,7 @@ PLAYS = ChatSourceConfig(
 )
 
 
-def test_rows_hold_conversations_whole():
+def test_packs_complete_conversations_into_rows():
     loader = Loader(mixture(CHAIN, length=256), TOKENIZER)
     start = TOKENIZER.special_ids["[gMASK]"]
     segments = 0
@@ -242,21 +246,21 @@ def test_rows_hold_conversations_whole():
             )
             for number in range(1, segment.max() + 1):
                 segments += 1
-                own = segment == number
-                assert ids[own][0] == start and positions[own][0] == 0
-                # Asks twice, and ends where the user would speak again.
-                assert TOKENIZER.decode(ids[own].tolist()).count("<|user|>") == 3
+                is_segment = segment == number
+                assert ids[is_segment][0] == start and positions[is_segment][0] == 0
+                # Two questions, and the stop marker of the last reply.
+                assert TOKENIZER.decode(ids[is_segment].tolist()).count("<|user|>") == 3
     assert segments > 40
 
 
-def test_only_what_the_assistant_says_is_learnt_in_a_batch():
+def test_masks_loss_to_assistant_tokens_in_batch():
     batch = Loader(mixture(CHAIN), TOKENIZER).next(4)
-    learnt = TOKENIZER.decode(batch["token_ids"][batch["loss_mask"] == 1].tolist())
-    assert "?" not in learnt and "<|assistant|>" not in learnt and "</think>" in learnt
+    trained = TOKENIZER.decode(batch["token_ids"][batch["loss_mask"] == 1].tolist())
+    assert "?" not in trained and "<|assistant|>" not in trained and "</think>" in trained
     np.testing.assert_array_equal(batch["ce_weight"] * batch["loss_mask"], batch["loss_mask"])
 
 
-def test_chats_texts_and_tasks_are_mixed_by_weight():
+def test_mixes_chats_texts_and_tasks_by_weight():
     tasks = TaskSourceConfig(
         LongContextTaskConfig(kind="mrcr", length=256, surface="tokens", reply_tokens=8)
     )
@@ -271,16 +275,16 @@ def test_chats_texts_and_tasks_are_mixed_by_weight():
     starts = [loader.next(1)["token_ids"][0, 0] for _ in range(40)]
     assert starts.count(TOKENIZER.special_ids["[gMASK]"]) == 10
     state = json.loads(json.dumps(loader.state()))
-    ahead = [loader.next(2) for _ in range(3)]
-    again = Loader(config, TOKENIZER)
-    again.restore(state)
-    for one in ahead:
-        other = again.next(2)
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name])
+    batches = [loader.next(2) for _ in range(3)]
+    resumed = Loader(config, TOKENIZER)
+    resumed.restore(state)
+    for batch in batches:
+        other = resumed.next(2)
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], other[name])
 
 
-def test_held_out_rows_are_of_questions_that_are_not_trained():
+def test_holds_out_questions_that_are_not_trained():
     config = mixture(CHAIN, held_out_fraction=0.2)
     batches = list(held_out_batches(config, CHAIN, TOKENIZER, 4, max_rows=8))
     held_out = {tuple(q) for batch in batches for q in questions(batch["token_ids"])}
@@ -293,7 +297,7 @@ def test_held_out_rows_are_of_questions_that_are_not_trained():
 
 
 def questions(ids):
-    """Of rows: what stands behind each [gMASK]<sop><|user|>, up to the reply."""
+    """Yields the tokens from each [gMASK] of the rows up to the reply."""
     marks = [TOKENIZER.special_ids[name] for name in ("[gMASK]", "<|assistant|>")]
     for row in ids:
         for first in np.flatnonzero(row == marks[0]):
@@ -301,7 +305,7 @@ def questions(ids):
             yield row[first : first + ends[0]].tolist()
 
 
-def test_rows_that_cut_conversations_are_refused():
+def test_rejects_rows_that_cut_conversations():
     for options in ({"packing": "concat"}, {"sequence_length": 64}):
         with pytest.raises(ValueError, match="use best_fit, and rows of that length, or shorter"):
             DataConfig(
@@ -309,7 +313,7 @@ def test_rows_that_cut_conversations_are_refused():
             )
 
 
-def test_plays_fit_into_rows():
+def test_packs_plays_into_rows():
     rows = list(
         itertools.islice(
             held_out_batches(

@@ -1,4 +1,4 @@
-"""Lines of conversations: what is learnt of them, what stays in the context unlearnt, what is refused."""
+"""Tests lines of conversations: the trained tokens, mistakes kept in the context without loss, and rejected lines."""
 
 import json
 import socketserver
@@ -30,13 +30,13 @@ def calls(name="find", arguments='{"text": "x"}', **more):
 
 
 def line(*middle, tools=(TOOL,), **more):
-    """A user, some assistant's steps with their results, and an answer."""
+    """Returns a line with a user's message, the assistant's steps with results, and an answer."""
     steps = [m for step in middle for m in (step, {"role": "tool", "content": "result"})]
     messages = [{"role": "user", "content": "Q"}, *steps, {"role": "assistant", "content": "A"}]
     return json.dumps({"messages": messages, "tools": list(tools), **more})
 
 
-def learnt(record) -> str:
+def trained_text(record) -> str:
     return TOKENIZER.decode(record.token_ids[record.loss_mask == 1].tolist())
 
 
@@ -44,9 +44,9 @@ def text(record) -> str:
     return TOKENIZER.decode(record.token_ids.tolist())
 
 
-def test_the_assistants_tokens_are_learnt_and_no_others():
+def test_masks_loss_to_assistant_tokens():
     [record] = make_records(parse_line(line(calls())), TOKENIZER)
-    assert learnt(record) == (
+    assert trained_text(record) == (
         "think</think><tool_call>find<arg_key>text</arg_key><arg_value>x</arg_value></tool_call>"
         "<|observation|>A<|user|>"
     )
@@ -66,37 +66,37 @@ def test_the_assistants_tokens_are_learnt_and_no_others():
         (calls(error="taken back in step 4"), "taken back in step 4"),
     ],
 )
-def test_a_mistake_stays_in_the_context_and_is_not_learnt(wrong, mistake):
+def test_keeps_mistake_in_context_without_loss(wrong, mistake):
     conversation = parse_line(line(wrong, calls(arguments='{"text": "right"}')))
     assert list(conversation.mistakes) == [1] and mistake in conversation.mistakes[1]
     [record] = make_records(conversation, TOKENIZER)
-    assert learnt(record) == (
+    assert trained_text(record) == (
         "think</think><tool_call>find<arg_key>text</arg_key><arg_value>right</arg_value></tool_call>"
         "<|observation|>A<|user|>"
     )
     [(first, last, kind), *_] = record.spans
     assert kind == "error" and not record.loss_mask[first:last].any()
-    # The mistake is there, between the question and what came of it.
-    [all_of_it] = make_records(conversation, TOKENIZER, mask_errors=False)
-    assert text(all_of_it) == text(record)
-    shown = learnt(all_of_it)
-    assert shown.count("<tool_call>") == 2 and shown.count("<|observation|>") == 2
+    # Without masking, the tokens of the mistake are trained too.
+    [unmasked] = make_records(conversation, TOKENIZER, mask_errors=False)
+    assert text(unmasked) == text(record)
+    trained = trained_text(unmasked)
+    assert trained.count("<tool_call>") == 2 and trained.count("<|observation|>") == 2
 
 
-def test_arguments_that_cannot_be_read_stand_as_text():
+def test_renders_unreadable_arguments_as_text():
     [record] = make_records(parse_line(line(calls(arguments='{"text": '))), TOKENIZER)
     assert '<arg_key>arguments</arg_key><arg_value>{"text": </arg_value>' in text(record)
 
 
-def test_a_call_is_a_mistake_where_the_line_has_no_tools():
+def test_counts_call_without_tools_as_mistake():
     wrong = json.loads(line(calls(name="any", arguments="{}"), tools=()))
     for conversation in (parse_line(wrong), parse_line({"messages": wrong["messages"]})):
         assert conversation.mistakes == {1: "no tool is named 'any'; there are none"}
         [record] = make_records(conversation, TOKENIZER)
-        assert learnt(record) == "A<|user|>"
+        assert trained_text(record) == "A<|user|>"
 
 
-def test_the_mode_of_a_line_comes_first():
+def test_prefers_mode_of_line():
     two = {
         "messages": [
             {"role": "user", "content": "Q1"},
@@ -106,52 +106,55 @@ def test_the_mode_of_a_line_comes_first():
         ]
     }
     first, second = make_records(parse_line(two), TOKENIZER)
-    assert learnt(first) == "R1</think>A1<|user|>" and learnt(second) == "R2</think>A2<|user|>"
-    for own in (parse_line(two | {"mode": "preserved"}), parse_line(two)):
-        [record] = make_records(own, TOKENIZER, mode="preserved")
-        assert learnt(record) == "R1</think>A1<|user|>R2</think>A2<|user|>"
+    assert (
+        trained_text(first) == "R1</think>A1<|user|>"
+        and trained_text(second) == "R2</think>A2<|user|>"
+    )
+    for conversation in (parse_line(two | {"mode": "preserved"}), parse_line(two)):
+        [record] = make_records(conversation, TOKENIZER, mode="preserved")
+        assert trained_text(record) == "R1</think>A1<|user|>R2</think>A2<|user|>"
     quiet = parse_line(two | {"mode": "turn_level"})
     assert len(make_records(quiet, TOKENIZER, mode="preserved")) == 2
 
 
-def test_a_sample_with_nothing_to_learn_is_no_record():
+def test_drops_sample_without_trained_tokens():
     wrong = {"role": "assistant", "content": "A", "weight": 0}
     conversation = parse_line({"messages": [{"role": "user", "content": "Q"}, wrong]})
     assert make_records(conversation, TOKENIZER) == []
     assert len(make_records(conversation, TOKENIZER, mask_errors=False)) == 1
 
 
-ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "expected_error"),
     [
         ("{", "the line is not JSON in UTF-8"),
         (b'{"messages": "\xff"}', "the line is not JSON in UTF-8"),
         ("[]", "the line has no messages; it has list"),
         ({"text": "x"}, "the line has no messages; it has text"),
         ({"messages": "x"}, "messages is empty or not a list"),
-        ({"messages": [ASKED], "mode": "deep"}, "mode is 'deep'; use one of interleaved"),
+        ({"messages": [QUESTION], "mode": "deep"}, "mode is 'deep'; use one of interleaved"),
         ({"messages": [{"role": "robot"}]}, "message 0 has role 'robot'"),
-        ({"messages": [ASKED, {"role": "tool", "content": "x"}]}, "message 1 is a tool's result"),
-        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{}]}]}, "message 1 calls a function"),
-        ({"messages": [ASKED, {"role": "assistant", "tool_calls": ["f"]}]}, "must name a function"),
-        ({"messages": [ASKED, ANSWER | {"weight": 0.5}]}, "message 1 has weight 0.5"),
-        ({"messages": [ASKED, ANSWER | {"error": 1}]}, "message 1 has error 1"),
-        ({"messages": [ASKED], "tools": [{"function": {}}]}, "tool 0 has no name"),
-        ({"messages": [ASKED], "tools": "find"}, "tools is of type str; give a list"),
-        ({"messages": [ASKED], "tools": TOOL}, "tools is of type dict; give a list"),
-        ({"messages": [ASKED], "tools": [TOOL, TOOL]}, "two tools are named 'find'"),
-        ({"messages": [ASKED], "functions": [TOOL["function"]]}, "an older form; give them as tools"),
-        ({"messages": [ASKED, {"role": "assistant"}]}, "message 1, an assistant's, is empty"),
-        ({"messages": [ASKED, ANSWER | {"content": " "}]}, "message 1, an assistant's, is empty"),
+        ({"messages": [QUESTION, {"role": "tool", "content": "x"}]}, "message 1 is a tool's result"),
+        ({"messages": [QUESTION, {"role": "assistant", "tool_calls": [{}]}]}, "message 1 calls a function"),
+        ({"messages": [QUESTION, {"role": "assistant", "tool_calls": ["f"]}]}, "must name a function"),
+        ({"messages": [QUESTION, ANSWER | {"weight": 0.5}]}, "message 1 has weight 0.5"),
+        ({"messages": [QUESTION, ANSWER | {"error": 1}]}, "message 1 has error 1"),
+        ({"messages": [QUESTION], "tools": [{"function": {}}]}, "tool 0 has no name"),
+        ({"messages": [QUESTION], "tools": "find"}, "tools is of type str; give a list"),
+        ({"messages": [QUESTION], "tools": TOOL}, "tools is of type dict; give a list"),
+        ({"messages": [QUESTION], "tools": [TOOL, TOOL]}, "two tools are named 'find'"),
+        ({"messages": [QUESTION], "functions": [TOOL["function"]]}, "an older form; give them as tools"),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "message 1, an assistant's, is empty"),
+        ({"messages": [QUESTION, ANSWER | {"content": " "}]}, "message 1, an assistant's, is empty"),
         (
-            {"messages": [ASKED, ANSWER | {"function_call": {"name": "f"}}]},
+            {"messages": [QUESTION, ANSWER | {"function_call": {"name": "f"}}]},
             "message 1 has function_call, which would be lost; give it as tool_calls",
         ),
         (
-            {"messages": [ASKED, ANSWER | {"thinking": "R"}]},
+            {"messages": [QUESTION, ANSWER | {"thinking": "R"}]},
             "message 1 has thinking, which would be lost; call it reasoning_content",
         ),
         (
@@ -162,51 +165,51 @@ ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content
             {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "Q"}]}, ANSWER]},
             "message 0 has a part of type 'input_text'; this model reads text only",
         ),
-        ({"messages": [ASKED, ANSWER | {"content": "<think>a</think>b</think>c"}]}, "message 1 would lose"),
+        ({"messages": [QUESTION, ANSWER | {"content": "<think>a</think>b</think>c"}]}, "message 1 would lose"),
         ('{"messages": [], "messages": []}', "has the field 'messages' twice"),
         ('{"messages": [NaN]}', "NaN is not a JSON number"),
         (r'{"messages": [{"role": "user", "content": "x\ud800y"}]}', "half of a surrogate pair"),
         (b'{"messages": "\xed\xa0\x80"}', "the line is not JSON in UTF-8"),
         (
-            {"messages": [ASKED], "tools": [{"name": "f", "parameters": {"$ref": "#/$defs/No"}}]},
+            {"messages": [QUESTION], "tools": [{"name": "f", "parameters": {"$ref": "#/$defs/No"}}]},
             "the parameters of tool 'f' have a dangling or endless reference",
         ),
         (
-            {"messages": [ASKED], "tools": [{"name": "f", "parameters": {"$ref": "#"}}]},
+            {"messages": [QUESTION], "tools": [{"name": "f", "parameters": {"$ref": "#"}}]},
             "the parameters of tool 'f' have a dangling or endless reference",
         ),
         (
-            {"messages": [ASKED], "tools": [{"name": "f", "parameters": {"type": "thing"}}]},
+            {"messages": [QUESTION], "tools": [{"name": "f", "parameters": {"type": "thing"}}]},
             "tool 0, 'f', has parameters that are not a JSON schema",
         ),
     ],
 )  # fmt: skip
-def test_a_useless_line_is_refused_in_words(bad, said):
+def test_rejects_invalid_line(bad, expected_error):
     with pytest.raises(ChatError) as error:
         parse_line(bad)
-    assert said in str(error.value)
+    assert expected_error in str(error.value)
 
 
-def test_a_conversation_without_a_reply_trains_nothing():
+def test_rejects_conversation_without_reply():
     with pytest.raises(ChatError, match="no message is an assistant's; add a reply"):
-        make_records(parse_line({"messages": [ASKED]}), TOKENIZER)
+        make_records(parse_line({"messages": [QUESTION]}), TOKENIZER)
 
 
-def test_nothing_is_fetched_for_a_schema():
-    """A reference is an error of the line, whether or not somebody answers there."""
+def test_does_not_fetch_schema_reference():
+    """A reference is an error of the line, whether or not a server responds at its address."""
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         server.timeout = 0.2
-        asked = []
-        server.process_request = lambda *request: asked.append(request)
+        requests = []
+        server.process_request = lambda *request: requests.append(request)
         url = f"http://127.0.0.1:{server.server_address[1]}/schema.json"
         tools = [{"name": "f", "parameters": {"$ref": url}}]
         with pytest.raises(ChatError, match="have a dangling or endless reference"):
-            parse_line({"messages": [ASKED, ANSWER], "tools": tools})
+            parse_line({"messages": [QUESTION, ANSWER], "tools": tools})
         server.handle_request()
-    assert not asked
+    assert not requests
 
 
-def test_older_schemas_are_read_by_their_own_rules():
+def test_applies_rules_of_older_schema_draft():
     schema = {
         "$schema": "http://json-schema.org/draft-04/schema#",
         "properties": {"limit": {"type": "integer", "minimum": 0, "exclusiveMinimum": True}},
@@ -214,18 +217,18 @@ def test_older_schemas_are_read_by_their_own_rules():
     tools = [{"name": "f", "parameters": schema}]
     for limit, wrong in ((1, []), (0, [1])):
         call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"limit": limit}}]}
-        assert list(parse_line({"messages": [ASKED, call], "tools": tools}).mistakes) == wrong
+        assert list(parse_line({"messages": [QUESTION, call], "tools": tools}).mistakes) == wrong
 
 
-def test_deep_arguments_are_a_mistake():
+def test_counts_deep_arguments_as_mistake():
     call = {"name": "f", "arguments": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"}
-    found = parse_line({"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]})
-    assert list(found.mistakes) == [1]
+    conversation = parse_line({"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]})
+    assert list(conversation.mistakes) == [1]
 
 
 def two_calls(*results, then=True):
     calls = [{"id": i, "function": {"name": "find", "arguments": {"text": i}}} for i in ("a", "b")]
-    messages = [ASKED, {"role": "assistant", "tool_calls": calls}]
+    messages = [QUESTION, {"role": "assistant", "tool_calls": calls}]
     messages += [
         {"role": "tool", "content": text} | ({"tool_call_id": i} if i else {})
         for i, text in results
@@ -233,16 +236,16 @@ def two_calls(*results, then=True):
     return {"messages": [*messages, ANSWER] if then else messages, "tools": [TOOL]}
 
 
-def test_results_follow_the_order_of_their_calls():
-    found = parse_line(two_calls(("b", "TWO"), ("a", "ONE")))
-    assert [m["content"] for m in found.messages[2:4]] == ["ONE", "TWO"]
-    # A result without an id answers the call that is left.
-    found = parse_line(two_calls((None, "TWO"), ("a", "ONE")))
-    assert [m["content"] for m in found.messages[2:4]] == ["ONE", "TWO"]
+def test_sorts_results_by_calls_in_line():
+    conversation = parse_line(two_calls(("b", "TWO"), ("a", "ONE")))
+    assert [m["content"] for m in conversation.messages[2:4]] == ["ONE", "TWO"]
+    # A result without an id belongs to the remaining call.
+    conversation = parse_line(two_calls((None, "TWO"), ("a", "ONE")))
+    assert [m["content"] for m in conversation.messages[2:4]] == ["ONE", "TWO"]
 
 
 @pytest.mark.parametrize(
-    ("results", "said"),
+    ("results", "expected_error"),
     [
         ([("a", "1")], "message 1 makes 2 calls, 1 of which have a result before the next turn"),
         ([], "message 1 makes 2 calls, 0 of which"),
@@ -250,29 +253,29 @@ def test_results_follow_the_order_of_their_calls():
         ([("a", "1"), ("a", "2")], "message 3 is a second result of call 'a'"),
     ],
 )
-def test_results_that_fit_no_call_are_refused(results, said):
+def test_rejects_mismatched_results(results, expected_error):
     with pytest.raises(ChatError) as error:
         parse_line(two_calls(*results))
-    assert said in str(error.value)
+    assert expected_error in str(error.value)
 
 
-def test_a_conversation_may_end_with_its_calls():
+def test_trains_conversation_that_ends_with_calls():
     [record] = make_records(parse_line(two_calls(("a", "1"), then=False)), TOKENIZER)
-    assert learnt(record).endswith("</tool_call><|observation|>")
+    assert trained_text(record).endswith("</tool_call><|observation|>")
 
 
-def test_what_teaches_the_same_has_the_same_key():
+def test_equivalent_lines_have_equal_key():
     same = [
-        {"messages": [ASKED, ANSWER]},
-        {"messages": [ASKED, ANSWER | {"tool_calls": None, "name": "x"}]},
+        {"messages": [QUESTION, ANSWER]},
+        {"messages": [QUESTION, ANSWER | {"tool_calls": None, "name": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q "}]}, ANSWER]},
-        {"messages": [ASKED, ANSWER | {"content": ["A"]}], "id": 7},
+        {"messages": [QUESTION, ANSWER | {"content": ["A"]}], "id": 7},
     ]
     other = [
-        {"messages": [ASKED, ANSWER], "mode": "preserved"},
-        {"messages": [ASKED, ANSWER | {"weight": 0}]},
-        {"messages": [ASKED, ANSWER | {"reasoning_content": "R"}]},
-        {"messages": [ASKED, ANSWER], "tools": [TOOL]},
+        {"messages": [QUESTION, ANSWER], "mode": "preserved"},
+        {"messages": [QUESTION, ANSWER | {"weight": 0}]},
+        {"messages": [QUESTION, ANSWER | {"reasoning_content": "R"}]},
+        {"messages": [QUESTION, ANSWER], "tools": [TOOL]},
     ]
     assert len({parse_line(line).key for line in same}) == 1
     assert len({parse_line(line).key for line in same + other}) == 1 + len(other)

@@ -1,4 +1,4 @@
-"""Documents made of several texts: nothing is lost, the order is fixed, and the split goes by part."""
+"""Tests documents of several texts: nothing is lost, the order is fixed, and the split goes by part."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def test_a_repository_is_its_files_under_their_paths_in_a_stable_order(tree):
+def test_joins_files_of_repository_in_stable_order(tree):
     config = SourceConfig(kind="repositories", path=str(tree / "**" / "*.py"))
     texts = open_source(config)
     assert [texts[i] for i in range(len(texts))] == [
@@ -44,7 +44,7 @@ def test_a_repository_is_its_files_under_their_paths_in_a_stable_order(tree):
         assert [source[i] for i in range(4)] == [open_documents(config)[i] for i in range(4)]
 
 
-def test_the_fixed_folder_of_a_glob_holds_the_repositories(tree):
+def test_takes_repositories_from_fixed_folder_of_glob(tree):
     def names(*parts):
         documents = open_documents(
             SourceConfig(kind="repositories", path=str(tree.joinpath(*parts)))
@@ -56,7 +56,7 @@ def test_the_fixed_folder_of_a_glob_holds_the_repositories(tree):
     assert names("alone.py") == [["alone.py"]]
 
 
-def test_a_book_is_its_file_whole_and_its_parts_are_the_passages(tmp_path):
+def test_divides_book_into_passages(tmp_path):
     text = "\n\n".join(f"{number} " + "x" * 3000 for number in range(5)) + "\n"
     (tmp_path / "book.txt").write_text(text)
     (tmp_path / "a.txt").write_text("short")
@@ -71,7 +71,7 @@ def test_a_book_is_its_file_whole_and_its_parts_are_the_passages(tmp_path):
     assert open_source(SourceConfig(kind="shakespeare_book"))[0] == SHAKESPEARE.read_text("utf-8")
 
 
-def test_the_standard_library_by_package_has_every_file_once_with_its_text():
+def test_groups_every_standard_library_file_once():
     packages = open_documents(SourceConfig(kind="stdlib_packages"))
     files = open_source(SourceConfig(kind="stdlib"))
     parts = [part for i in range(len(packages)) for part in packages[i].threads[0]]
@@ -85,7 +85,7 @@ def test_the_standard_library_by_package_has_every_file_once_with_its_text():
     ]
 
 
-def test_a_selection_keeps_the_wanted_parts_of_every_thread():
+def test_selects_parts_of_every_thread():
     document = Document(
         ((DocumentPart("a", "x"), DocumentPart("b")), (DocumentPart("c"), DocumentPart(""))),
         chunk=3,
@@ -98,7 +98,7 @@ def test_a_selection_keeps_the_wanted_parts_of_every_thread():
     assert document.select(lambda text: text == "") is None
 
 
-def test_a_file_that_is_no_text_is_named(tree):
+def test_names_file_that_is_not_text(tree):
     (tree / "b" / "two.py").write_bytes(b"caf\xe9")
     for kind in ("books", "repositories"):
         source = open_source(SourceConfig(kind=kind, path=str(tree / "**" / "two.py")))
@@ -109,7 +109,7 @@ def test_a_file_that_is_no_text_is_named(tree):
         assert "\n" not in str(error.value)
 
 
-def test_a_fingerprint_knows_texts_paths_and_interleaving():
+def test_fingerprint_depends_on_texts_paths_and_interleaving():
     one = [Document.of("ab")]
     assert fingerprint(one) == fingerprint(["ab"])
     others = [
@@ -118,5 +118,5 @@ def test_a_fingerprint_knows_texts_paths_and_interleaving():
         [Document(((DocumentPart("a"),), (DocumentPart("b"),)), 2)],
         [Document(((DocumentPart("ab", "path"),),))],
     ]
-    found = [fingerprint(source) for source in (one, *others)]
-    assert len(set(found)) == len(found)
+    fingerprints = [fingerprint(source) for source in (one, *others)]
+    assert len(set(fingerprints)) == len(fingerprints)

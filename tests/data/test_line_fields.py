@@ -1,4 +1,4 @@
-"""Fields of lines of conversations: read as a server reads them, and what nothing reads is said."""
+"""Tests that fields of conversation lines are read as a server reads them, and that unread fields are reported."""
 
 import json
 import time
@@ -9,15 +9,15 @@ from glm5_jax.data.conversation import parse_line, read_json, unread_fields
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.messages import ChatError
 
-ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 TOOL = {"name": "find", "parameters": {"properties": {"text": {"type": "string"}}}}
 
 
-def test_trains_on_the_prompt_that_a_server_makes():
+def test_trains_on_prompt_of_server():
     calls = [{"id": i, "function": {"name": "find", "arguments": {"text": i}}} for i in "ab"]
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
-        ASKED,
+        QUESTION,
         {"role": "assistant", "reasoning": "two", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "b", "content": "B"},
         {"role": "tool", "tool_call_id": "a", "content": "A"},
@@ -31,25 +31,25 @@ def test_trains_on_the_prompt_that_a_server_makes():
     assert "<tool_response>A</tool_response><tool_response>B</tool_response>" in shown
 
 
-def test_leaves_out_and_reports_fields_that_nothing_reads():
-    line = {"messages": [ASKED | {"colour": "red"}, ANSWER | {"scores": [1]}], "id": 7}
-    assert parse_line(line) == parse_line({"messages": [ASKED, ANSWER]})
+def test_reports_unread_fields():
+    line = {"messages": [QUESTION | {"colour": "red"}, ANSWER | {"scores": [1]}], "id": 7}
+    assert parse_line(line) == parse_line({"messages": [QUESTION, ANSWER]})
     assert unread_fields(line) == ["id", "messages.colour", "messages.scores"]
-    known = {"messages": [ASKED | {"name": "ann"}, ANSWER | {"reasoning": "R", "weight": 1}]}
+    known = {"messages": [QUESTION | {"name": "ann"}, ANSWER | {"reasoning": "R", "weight": 1}]}
     assert unread_fields(known) == []
 
 
-def test_does_not_learn_a_call_that_was_broken_when_it_was_written():
+def test_masks_call_that_was_broken_when_written():
     written = "<tool_call>find<arg_key>text"
     call = {"function": {"name": "find", "arguments": written}}
-    messages = [ASKED, {"role": "assistant", "tool_calls": [call]}]
+    messages = [QUESTION, {"role": "assistant", "tool_calls": [call]}]
     read = parse_line({"messages": messages, "tools": [TOOL]})
     assert list(read.mistakes) == [1] and "cannot be parsed" in read.mistakes[1]
     assert written in render_chat(read.messages).text
 
 
 @pytest.mark.parametrize("count", [20_000, 40_000])
-def test_finds_a_field_given_twice_in_linear_time(count):
+def test_rejects_repeated_field_in_linear_time(count):
     fields = [f'"f{i}": {i}' for i in range(count)]
     line = "{" + ", ".join([*fields, f'"f{count - 1}": 0']) + "}"
     began = time.process_time()
@@ -58,8 +58,8 @@ def test_finds_a_field_given_twice_in_linear_time(count):
     assert time.process_time() - began < 2
 
 
-def test_reads_a_long_chat_in_linear_time():
-    line = json.dumps({"messages": [ASKED, ANSWER] * 10_000})
+def test_reads_long_chat_in_linear_time():
+    line = json.dumps({"messages": [QUESTION, ANSWER] * 10_000})
     began = time.process_time()
     assert len(parse_line(line).messages) == 20_000
     assert time.process_time() - began < 3

@@ -1,4 +1,4 @@
-"""The loader resumes to the bit from a JSON position, at any batch size and on any number of hosts."""
+"""Tests that the loader resumes exactly from a JSON position, at any batch size and number of hosts."""
 
 import json
 import pathlib
@@ -28,19 +28,19 @@ def sources(tmp_path_factory):
     return tuple(configs)
 
 
-def _config(sources, **arguments):
+def config_of(sources, **arguments):
     defaults = {"sequence_length": 24, "held_out_fraction": 0.2, "shuffle_window": 24 * 9}
     return DataConfig(sources=sources, **defaults | arguments)
 
 
-def _assert_same(a, b):
+def assert_same_batch(a, b):
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def test_a_batch_is_what_the_train_step_takes(sources):
-    loader = Loader(_config(sources), TOKENIZER)
+def test_batch_has_streams_of_train_step(sources):
+    loader = Loader(config_of(sources), TOKENIZER)
     batch = loader.next(3)
     loader.close()
     assert {name: (stream.dtype, stream.shape) for name, stream in batch.items()} == {
@@ -58,8 +58,8 @@ def test_a_batch_is_what_the_train_step_takes(sources):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_restarting_after_any_batch_changes_nothing(sources, packing, num_threads):
-    config = _config(sources, packing=packing, num_threads=num_threads, open_rows=7)
+def test_resumes_after_any_batch(sources, packing, num_threads):
+    config = config_of(sources, packing=packing, num_threads=num_threads, open_rows=7)
     loader = Loader(config, TOKENIZER)
     states, batches = [], []
     for size in SIZES:
@@ -68,25 +68,25 @@ def test_restarting_after_any_batch_changes_nothing(sources, packing, num_thread
     loader.close()
     for start, state in enumerate(states):
         resumed = Loader(config, TOKENIZER)
-        resumed.next(start + 1)  # a loader that has moved goes to the position all the same
+        resumed.next(start + 1)  # restoring works from any position
         resumed.restore(json.loads(state))
         assert json.dumps(resumed.state()) == state
         for size, batch in zip(SIZES[start:], batches[start:], strict=True):
-            _assert_same(resumed.next(size), batch)
+            assert_same_batch(resumed.next(size), batch)
         resumed.close()
 
 
-def test_a_state_does_not_move_with_its_loader(sources):
-    loader = Loader(_config(sources), TOKENIZER)
+def test_state_is_snapshot(sources):
+    loader = Loader(config_of(sources), TOKENIZER)
     state = loader.state()
     batch = loader.next(6)
     loader.restore(state)
-    _assert_same(loader.next(6), batch)
+    assert_same_batch(loader.next(6), batch)
     loader.close()
 
 
-def test_the_batch_size_may_change_without_losing_a_row(sources):
-    config = _config(sources)
+def test_changes_batch_size_without_losing_rows(sources):
+    config = config_of(sources)
     ramped, constant = Loader(config, TOKENIZER), Loader(config, TOKENIZER)
     rows = [ramped.next(size)["token_ids"] for size in (1, 2, 3, 6)]
     np.testing.assert_array_equal(np.concatenate(rows), constant.next(12)["token_ids"])
@@ -94,24 +94,24 @@ def test_the_batch_size_may_change_without_losing_a_row(sources):
     constant.close()
 
 
-def test_threads_do_not_change_the_rows(sources):
-    loaders = [Loader(_config(sources, num_threads=n), TOKENIZER) for n in (0, 3)]
+def test_threads_do_not_change_rows(sources):
+    loaders = [Loader(config_of(sources, num_threads=n), TOKENIZER) for n in (0, 3)]
     for _ in range(5):
-        _assert_same(*(loader.next(8) for loader in loaders))
+        assert_same_batch(*(loader.next(8) for loader in loaders))
     for loader in loaders:
         loader.close()
 
 
-def test_a_position_on_other_data_is_refused(sources):
-    config = _config(sources)
+def test_rejects_position_on_other_data(sources):
+    config = config_of(sources)
     loader = Loader(config, TOKENIZER)
     state = loader.state()
     loader.check(json.loads(json.dumps(state)))
     loader.close()
     others = {
-        "sources": Loader(_config(sources[:1]), TOKENIZER),
-        "sequence_length": Loader(_config(sources, sequence_length=32), TOKENIZER),
-        "tokenizer": Loader(config, _other_tokenizer()),
+        "sources": Loader(config_of(sources[:1]), TOKENIZER),
+        "sequence_length": Loader(config_of(sources, sequence_length=32), TOKENIZER),
+        "tokenizer": Loader(config, tokenizer_with_swapped_ids()),
     }
     for name, other in others.items():
         before = other.state()
@@ -124,19 +124,19 @@ def test_a_position_on_other_data_is_refused(sources):
         other.close()
 
 
-def _of_all(loaders, sizes):
-    """Batches as all hosts together have them."""
+def joined_batches(loaders, sizes):
+    """Yields batches of all hosts together."""
     for size in sizes:
         parts = [loader.next(size // len(loaders)) for loader in loaders]
         yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _hosts(config, count):
+def host_loaders(config, count):
     return [Loader(config, TOKENIZER, process_index=i, process_count=count) for i in range(count)]
 
 
-def _joined(loaders):
-    """The position that all hosts save, through JSON."""
+def joined_position(loaders):
+    """Returns the position that all hosts save, after a JSON round trip."""
     states = [json.loads(json.dumps(loader.state())) for loader in loaders]
     rows = {stream: row for state in states for stream, row in state["rows"].items()}
     return states[0] | {"rows": rows}
@@ -145,33 +145,39 @@ def _joined(loaders):
 @pytest.mark.parametrize(
     "count", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 6, 12))]
 )
-def test_batches_stay_the_same_when_hosts_go_and_come(sources, count):
-    config = _config(sources, num_threads=2)
+def test_batches_do_not_depend_on_number_of_hosts(sources, count):
+    config = config_of(sources, num_threads=2)
     sizes = [12, 24, 12, 36]
-    four = _hosts(config, 4)
-    wanted = list(_of_all(four, sizes))
-    assert _joined(four)["streams"] == 4
-    before, others, again = _hosts(config, 4), _hosts(config, count), _hosts(config, 4)
-    found = list(_of_all(before, sizes[:1]))
-    for one, next_ in ((before, others), (others, again)):
-        position = _joined(one)
+    four = host_loaders(config, 4)
+    expected = list(joined_batches(four, sizes))
+    assert joined_position(four)["streams"] == 4
+    before, others, resumed = (
+        host_loaders(config, 4),
+        host_loaders(config, count),
+        host_loaders(config, 4),
+    )
+    results = list(joined_batches(before, sizes[:1]))
+    for current, next_ in ((before, others), (others, resumed)):
+        position = joined_position(current)
         for loader in next_:
             loader.check(position)
             loader.restore(position)
-        found += _of_all(next_, sizes[len(found) : len(found) + (1 if next_ is others else 2)])
-    for a, b in zip(found, wanted, strict=True):
-        _assert_same(a, b)
-    assert _joined(again) == _joined(four)
-    for loader in [*four, *before, *others, *again]:
+        results += joined_batches(
+            next_, sizes[len(results) : len(results) + (1 if next_ is others else 2)]
+        )
+    for a, b in zip(results, expected, strict=True):
+        assert_same_batch(a, b)
+    assert joined_position(resumed) == joined_position(four)
+    for loader in [*four, *before, *others, *resumed]:
         loader.close()
 
 
-def test_as_many_streams_as_there_may_be_hosts_are_the_same_from_the_first_step_on(sources):
-    config = _config(sources, num_shards=4)
-    one, four = _hosts(config, 1), _hosts(config, 4)
-    for a, b in zip(_of_all(one, [8, 16]), _of_all(four, [8, 16]), strict=True):
-        _assert_same(a, b)
-    # No stream is read by a host that has no row of it.
+def test_fixed_shards_give_same_batches_for_any_hosts(sources):
+    config = config_of(sources, num_shards=4)
+    one, four = host_loaders(config, 1), host_loaders(config, 4)
+    for a, b in zip(joined_batches(one, [8, 16]), joined_batches(four, [8, 16]), strict=True):
+        assert_same_batch(a, b)
+    # Each host reads only the shards of its rows.
     assert [list(loader.state()["rows"]) for loader in four] == [["0"], ["1"], ["2"], ["3"]]
     with pytest.raises(ValueError, match="a batch of 6 rows cannot be divided among the 4 shards"):
         one[0].next(6)
@@ -181,22 +187,22 @@ def test_as_many_streams_as_there_may_be_hosts_are_the_same_from_the_first_step_
         loader.close()
 
 
-def test_a_host_out_of_range_is_refused(sources):
+def test_rejects_process_index_out_of_range(sources):
     with pytest.raises(ValueError, match="process_index is 2 of process_count 2"):
-        Loader(_config(sources), TOKENIZER, process_index=2, process_count=2)
+        Loader(config_of(sources), TOKENIZER, process_index=2, process_count=2)
 
 
-def _other_tokenizer():
-    """As large as the shipped one, with two ids exchanged."""
+def tokenizer_with_swapped_ids():
+    """Returns a tokenizer as large as the shipped one, with two ids swapped."""
     definition = json.loads(DEFAULT_PATH.read_text("utf-8"))
     vocabulary = definition["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     return Tokenizer(json.dumps(definition))
 
 
-def test_a_position_on_as_many_documents_of_other_text_is_refused(sources):
+def test_rejects_position_on_changed_text(sources):
     file = pathlib.Path(sources[0].path)
-    before, config = file.read_text(), _config(sources)
+    before, config = file.read_text(), config_of(sources)
     loader = Loader(config, TOKENIZER)
     state = loader.state()
     loader.close()
@@ -210,7 +216,7 @@ def test_a_position_on_as_many_documents_of_other_text_is_refused(sources):
     changed.close()
 
 
-def test_a_position_does_not_depend_on_threads_and_hosts_agree_on_the_data(sources):
+def test_position_does_not_depend_on_threads_or_hosts(sources):
     shapes = [
         ({"num_threads": 0}, {}),
         ({"num_threads": 3, "prefetch_documents": 5}, {}),
@@ -218,7 +224,7 @@ def test_a_position_does_not_depend_on_threads_and_hosts_agree_on_the_data(sourc
     ]
     states = []
     for arguments, host in shapes:
-        loader = Loader(_config(sources, **arguments), TOKENIZER, **host)
+        loader = Loader(config_of(sources, **arguments), TOKENIZER, **host)
         states.append(loader.state())
         loader.close()
     for name in ("sources", "tokenizer"):
@@ -226,11 +232,11 @@ def test_a_position_does_not_depend_on_threads_and_hosts_agree_on_the_data(sourc
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_names_line_that_was_changed_since_file_was_opened(tmp_path, num_threads):
+def test_names_line_changed_after_opening(tmp_path, num_threads):
     lines = "\n".join(json.dumps({"text": f"document {number}"}) for number in range(1000))
     (tmp_path / "x.jsonl").write_text(lines)
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "x.jsonl"))
-    loader = Loader(_config((source,), num_threads=num_threads), TOKENIZER)
+    loader = Loader(config_of((source,), num_threads=num_threads), TOKENIZER)
     (tmp_path / "x.jsonl").write_text(lines.replace("text", "body"))
     with pytest.raises(ValueError, match="x.jsonl, line .* has no string at 'text'") as error:
         for _ in range(100):
@@ -239,14 +245,14 @@ def test_names_line_that_was_changed_since_file_was_opened(tmp_path, num_threads
     loader.close()
 
 
-def test_held_out_batches_are_finite_repeatable_and_of_one_shape(sources):
-    config = _config(sources)
+def test_held_out_batches_are_finite_and_repeatable(sources):
+    config = config_of(sources)
     once, again = (list(held_out_batches(config, sources[0], TOKENIZER, 4)) for _ in range(2))
     assert {batch["token_ids"].shape for batch in once} == {(4, 24)}
     for a, b in zip(once, again, strict=True):
-        _assert_same(a, b)
+        assert_same_batch(a, b)
     used = np.concatenate([batch["segment_ids"].max(axis=1) > 0 for batch in once])
     assert used[0] and (np.diff(used.astype(int)) <= 0).all()  # blank rows only at the end
     few = list(held_out_batches(config, sources[0], TOKENIZER, 4, max_rows=6))
     assert len(few) == 2 and (few[1]["segment_ids"].max(axis=1) > 0).tolist() == [1, 1, 0, 0]
-    _assert_same(few[0], once[0])
+    assert_same_batch(few[0], once[0])

@@ -1,4 +1,4 @@
-"""Chats of many turns in check_chats: a sample of each turn holds all turns before, and is counted without laying them out."""
+"""Tests that check_chats counts long chats in linear time, although the sample of each turn holds all earlier turns."""
 
 import json
 import time
@@ -27,7 +27,7 @@ def chat(num_turns):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_counts_the_tokens_that_are_laid_out(variant):
+def test_counts_tokens_as_rendered(variant):
     chats, num_samples = Chats(seed=variant), 0
     for _ in range(20):
         messages, tools = chats.messages(), chats.tools()
@@ -46,18 +46,18 @@ def test_counts_the_tokens_that_are_laid_out(variant):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_counts_no_token_of_a_mistake_as_learnt(mode):
+def test_counts_mistake_tokens_as_untrained(mode):
     messages = chat(4)
     messages[3] |= {"error": "it is 2"}
     line = json.dumps({"messages": messages, "mode": mode}).encode()
     [results] = filter_lines(
         [("line 1", line)], TOKENIZER, lambda place, reason: pytest.fail(reason)
     )
-    want = make_records(parse_line(line), TOKENIZER)
-    assert results.counts == [(len(one), int(one.loss_mask.sum())) for one in want]
+    expected = make_records(parse_line(line), TOKENIZER)
+    assert results.counts == [(len(one), int(one.loss_mask.sum())) for one in expected]
 
 
-def test_checks_a_chat_in_time_that_grows_with_its_turns():
+def test_checks_chat_in_linear_time():
     spent = []
     for num_turns in (100, 800):
         line = json.dumps({"messages": chat(num_turns)}).encode()
@@ -67,4 +67,4 @@ def test_checks_a_chat_in_time_that_grows_with_its_turns():
         )
         spent.append(time.process_time() - began)
         assert len(results.counts) == num_turns and results.counts[-1][0] > 15 * num_turns
-    assert spent[1] < 20 * spent[0]  # 64 times as long if each sample is laid out with all turns
+    assert spent[1] < 20 * spent[0]  # 64 times as long if each sample is rendered with all turns

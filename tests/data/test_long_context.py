@@ -1,4 +1,4 @@
-"""Long documents, lengths, interleaving and tasks in a mixture: split, resumption, hosts, shares."""
+"""Tests long documents, interleaving and tasks in a mixture: split, resumption, hosts and shares."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """30 repositories of 1..6 files, and a book of paragraphs as long as a passage."""
+    """Writes 30 repositories of 1 to 6 files, and a book of paragraphs as long as a passage."""
     root, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
     for number in range(30):
         (root / f"r{number}").mkdir()
@@ -51,14 +51,14 @@ def folder(tmp_path_factory):
 
 def _sources(folder):
     files = str(folder / "r*" / "*.py")
-    weave = InterleaveConfig(documents=3, chunk=16, min_similarity=0.05)
+    interleaving = InterleaveConfig(documents=3, chunk=16, min_similarity=0.05)
     haystack = SourceConfig(kind="passages", path=str(folder / "book.txt"))
     needle = LongContextTaskConfig(length=128, size=50, source=haystack)
     return {
         "file": SourceConfig(kind="text", path=files),
         "repository": SourceConfig(kind="repositories", path=files, min_characters=200),
         "book": SourceConfig(kind="books", path=str(folder / "*.txt")),
-        "interleaved": SourceConfig(kind="text", path=files, interleave=weave),
+        "interleaved": SourceConfig(kind="text", path=files, interleave=interleaving),
         "needle": TaskSourceConfig(needle),
         "mrcr": TaskSourceConfig(
             LongContextTaskConfig(
@@ -75,14 +75,16 @@ def _config(*sources, **arguments):
 
 
 def _texts(config, source):
-    """The text of each training document, once over, and of each held-out row."""
+    """Returns the text of each training document, once, and of each held-out row."""
     rows = held_out_rows(config, source, TOKENIZER)
-    held = [TOKENIZER.decode(row["token_ids"]) for row in rows]
-    return [TOKENIZER.decode(ids) for ids in training_documents(config, source, TOKENIZER)], held
+    held_out = [TOKENIZER.decode(row["token_ids"]) for row in rows]
+    return [
+        TOKENIZER.decode(ids) for ids in training_documents(config, source, TOKENIZER)
+    ], held_out
 
 
 def _units(folder):
-    """Every file and passage by its mark, and whether it is held out."""
+    """Returns for each file and passage, by its mark, whether it is held out."""
     units = {}
     for kind, path in (("text", "r*/*.py"), ("passages", "book.txt")):
         source = open_source(SourceConfig(kind=kind, path=str(folder / path)))
@@ -92,22 +94,28 @@ def _units(folder):
 
 
 @pytest.mark.parametrize("name", ["file", "repository", "book", "interleaved", "needle"])
-def test_no_text_stands_on_both_sides_in_whatever_source_it_is(folder, name):
+def test_splits_texts_equally_in_every_source(folder, name):
     units = _units(folder)
     assert 10 < sum(units.values()) < len(units) - 10
     source = _sources(folder)[name]
-    train, held = _texts(_config(source), source)
-    found = [{unit for unit in units if unit in "".join(texts)} for texts in (train, held)]
-    assert found[0] and found[1]
-    assert not any(units[unit] for unit in found[0]) and all(units[unit] for unit in found[1])
+    train, held_out = _texts(_config(source), source)
+    units_by_side = [
+        {unit for unit in units if unit in "".join(texts)} for texts in (train, held_out)
+    ]
+    assert units_by_side[0] and units_by_side[1]
+    assert not any(units[unit] for unit in units_by_side[0]) and all(
+        units[unit] for unit in units_by_side[1]
+    )
     if name in ("file", "book", "interleaved"):  # nothing is lost
-        assert found[0] | found[1] == {u for u in units if ("p" in u) == (name == "book")}
+        assert units_by_side[0] | units_by_side[1] == {
+            u for u in units if ("p" in u) == (name == "book")
+        }
 
 
-def test_lengths_choose_documents_by_all_their_characters(folder):
+def test_selects_documents_by_length(folder):
     files = str(folder / "r*" / "*.py")
-    whole = open_source(SourceConfig(kind="text", path=files))
-    sizes = sorted(len(whole[i]) for i in range(len(whole)))
+    documents = open_source(SourceConfig(kind="text", path=files))
+    sizes = sorted(len(documents[i]) for i in range(len(documents)))
     middle = sizes[len(sizes) // 2]
     for arguments, count in (
         ({"min_characters": middle}, sum(size >= middle for size in sizes)),
@@ -117,7 +125,7 @@ def test_lengths_choose_documents_by_all_their_characters(folder):
         source = SourceConfig(kind="text", path=files, **arguments)
         config = _config(source, held_out_fraction=0.0)
         assert len(list(training_documents(config, source, TOKENIZER))) == count > 0
-    # Of a long repository all parts count, those that are held out too.
+    # The length of a repository includes its held-out parts.
     source = _sources(folder)["repository"]
     config = _config(source)
     train, _ = _texts(config, source)
@@ -131,7 +139,7 @@ def test_lengths_choose_documents_by_all_their_characters(folder):
         open_training_sources(_config(none), TOKENIZER)
 
 
-def test_interleaved_documents_are_one_segment_of_similar_ones_in_turns(folder):
+def test_interleaves_similar_documents_in_one_segment(folder):
     source = _sources(folder)["interleaved"]
     subjects, sizes, units = [], [], _units(folder)
     for text in _texts(_config(source), source)[0]:
@@ -139,13 +147,13 @@ def test_interleaved_documents_are_one_segment_of_similar_ones_in_turns(folder):
         subjects.append({int(mark[1:].split(".")[0]) % 3 for mark in marks})
         sizes.append(len(marks))
         assert text.count(END) == len(marks)
-        # The first chunk of each, with its mark, comes before the end of any.
+        # The first chunk of each document, with its mark, comes before the end of every document.
         assert max(map(text.index, marks)) < text.index(END)
     assert np.mean([len(subject) == 1 for subject in subjects]) > 0.9
     assert set(sizes) == {1, 2, 3}  # some members are held out
 
 
-def test_a_tasks_loss_mask_survives_packing(folder):
+def test_packing_keeps_loss_mask_of_task(folder):
     source = _sources(folder)["mrcr"]
     config = _config(source, sequence_length=300)
     rows = iter(training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER))
@@ -161,7 +169,7 @@ def test_a_tasks_loss_mask_survives_packing(folder):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "repository", "needle"])
-def test_streams_take_disjoint_items_that_make_up_two_epochs(folder, name):
+def test_shards_divide_items_of_two_epochs(folder, name):
     source = _sources(folder)[name]
     if name != "needle":
         source = dataclasses.replace(source, min_characters=0)
@@ -172,11 +180,11 @@ def test_streams_take_disjoint_items_that_make_up_two_epochs(folder, name):
     for stream in range(2):
         rows = training_rows(config, items, TOKENIZER, shard=stream, num_shards=2)
         documents = itertools.chain.from_iterable(map(_segments, rows))
-        mine = list(itertools.islice(documents, count))
-        seen.update(mine)
-        epoch.update(mine[: count // 2])
-    whole = training_documents(config, source, TOKENIZER)
-    assert seen == collections.Counter({tuple(ids): 2 for ids in whole}) and len(seen) == count
+        documents_of_shard = list(itertools.islice(documents, count))
+        seen.update(documents_of_shard)
+        epoch.update(documents_of_shard[: count // 2])
+    expected = training_documents(config, source, TOKENIZER)
+    assert seen == collections.Counter({tuple(ids): 2 for ids in expected}) and len(seen) == count
     assert set(epoch.values()) == {1}
 
 
@@ -186,7 +194,7 @@ def _segments(row):
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_restarting_after_any_batch_changes_nothing(folder, num_threads):
+def test_resumes_long_context_after_any_batch(folder, num_threads):
     names = ["repository", "interleaved", "needle", "mrcr"]
     sources = [_sources(folder)[name] for name in names]
     config = _config(*sources, num_threads=num_threads, shuffle_window=128 * 3, open_rows=2)
@@ -201,14 +209,14 @@ def test_restarting_after_any_batch_changes_nothing(folder, num_threads):
         resumed.restore(json.loads(state))
         assert json.dumps(resumed.state()) == state
         for batch in batches[start:]:
-            again = resumed.next(len(batch["token_ids"]))
+            repeated = resumed.next(len(batch["token_ids"]))
             for name in batch:
-                np.testing.assert_array_equal(again[name], batch[name])
+                np.testing.assert_array_equal(repeated[name], batch[name])
     resumed.close()
 
 
 class _Counting:
-    """A source that notes what is read."""
+    """Source that records which items are read."""
 
     def __init__(self, items):
         self._items, self.read = items, []
@@ -225,21 +233,21 @@ class _Counting:
         return self._items[index]
 
 
-@pytest.mark.parametrize("name, most", [("file", 10), ("mrcr", 5)])
-def test_what_is_long_is_not_read_far_ahead(folder, name, most, monkeypatch):
+@pytest.mark.parametrize("name, max_reads", [("file", 10), ("mrcr", 5)])
+def test_limits_read_ahead_of_long_items(folder, name, max_reads, monkeypatch):
     monkeypatch.setattr(mixture, "READ_AHEAD", 500)  # characters; a file has about 90
     source = _sources(folder)[name]
     config = _config(source, num_threads=1, held_out_fraction=0.0, open_rows=1)
     items = _Counting(open_training_sources(config, TOKENIZER)[source.name])
     rows = iter(training_rows(config, {source.name: items}, TOKENIZER))
-    items.read.clear()  # the sample of their lengths
+    items.read.clear()  # drops the reads of the length estimate
     next(rows)
     time.sleep(0.5)
     rows.close()
-    assert 1 <= len(items.read) <= most < config.prefetch_documents
+    assert 1 <= len(items.read) <= max_reads < config.prefetch_documents
 
 
-def test_a_position_on_other_tasks_is_refused(folder):
+def test_rejects_position_on_other_tasks(folder):
     source = _sources(folder)["mrcr"]
     loaders = [
         Loader(_config(dataclasses.replace(source, tasks=tasks)), TOKENIZER)
@@ -257,7 +265,7 @@ def test_a_position_on_other_tasks_is_refused(folder):
             other.check(state)
 
 
-def test_weights_are_shares_of_rows_for_tasks_too(folder):
+def test_mixes_rows_of_tasks_by_weight(folder):
     files, tasks = _sources(folder)["file"], _sources(folder)["mrcr"]
     config = _config(dataclasses.replace(files, weight=3.0), dataclasses.replace(tasks, weight=1.0))
     rows = training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER)
@@ -265,21 +273,23 @@ def test_weights_are_shares_of_rows_for_tasks_too(folder):
     assert all(sum(is_task[start : start + 8]) == 2 for start in range(0, 80, 8))
 
 
-def test_held_out_tasks_are_others_and_repeatable(folder):
+def test_held_out_tasks_are_separate_and_repeatable(folder):
     for name in ("mrcr", "needle"):
         source = _sources(folder)[name]
         config = _config(source)
-        first, again = (list(held_out_batches(config, source, TOKENIZER, 8)) for _ in range(2))
-        for a, b in zip(first, again, strict=True):
+        first, second = (list(held_out_batches(config, source, TOKENIZER, 8)) for _ in range(2))
+        for a, b in zip(first, second, strict=True):
             np.testing.assert_array_equal(a["token_ids"], b["token_ids"])
-        held = {tuple(row.tolist()) for batch in first for row in batch["token_ids"] if row.any()}
+        held_out = {
+            tuple(row.tolist()) for batch in first for row in batch["token_ids"] if row.any()
+        }
         train = {tuple(ids) for ids in training_documents(config, source, TOKENIZER)}
-        assert len(held) == source.tasks.size and not held & train
+        assert len(held_out) == source.tasks.size and not held_out & train
         with pytest.raises(ValueError, match="nothing is held out; raise held_out_fraction"):
             held_out_rows(_config(source, held_out_fraction=0.0), source, TOKENIZER)
 
 
-def test_tasks_that_would_be_cut_or_have_no_text_are_refused(folder):
+def test_rejects_tasks_without_room_or_text(folder):
     source = _sources(folder)["needle"]
     for changes in ({"packing": "concat"}, {"sequence_length": 127}):
         with pytest.raises(
@@ -300,7 +310,7 @@ def test_tasks_that_would_be_cut_or_have_no_text_are_refused(folder):
 
 
 @pytest.mark.parametrize("length", STAGES)
-def test_later_stages_read_more_long_documents_and_recall_comes_last(length):
+def test_stages_follow_shares_of_paper(length):
     shares = STAGES[length]
     short = (SourceConfig(kind="shakespeare", weight=3.0), SourceConfig(kind="stdlib"))
     long = (SourceConfig(kind="shakespeare_book"), SourceConfig(kind="stdlib_packages"))
@@ -321,7 +331,7 @@ def test_later_stages_read_more_long_documents_and_recall_comes_last(length):
     for use, weight in by_use.items():
         assert weight == pytest.approx(getattr(shares, use))
     assert sources[0].weight == pytest.approx(3 * sources[1].weight)
-    # What the paper says: long documents are up-sampled later, recall is at 200K alone and small.
+    # The paper up-samples long documents in later stages, and trains a little recall at 200K only.
     order = list(STAGES)
     later = [STAGES[other] for other in order[order.index(length) :]]
     assert all(other.long >= shares.long for other in later)
@@ -329,7 +339,7 @@ def test_later_stages_read_more_long_documents_and_recall_comes_last(length):
     DataConfig(sources=sources, sequence_length=length, packing="best_fit")
 
 
-def test_a_stage_without_interleaving_has_no_source_of_it_and_its_config_may_be_given():
+def test_stage_accepts_custom_interleaving_and_recall():
     short, tasks = (
         (SourceConfig(kind="stdlib"),),
         LongContextTaskConfig(kind="multi_key", length=256, surface="tokens"),
@@ -342,9 +352,9 @@ def test_a_stage_without_interleaving_has_no_source_of_it_and_its_config_may_be_
         "multi_key:tokens:256",
     ]
     assert [source.weight for source in sources] == pytest.approx([0.3, 0.5, 0.2])
-    weave = InterleaveConfig(chunk=5)
-    sources = mid_training_sources(short, short, STAGES[32_768], 256, interleave=weave)
-    assert sources[-1].interleave == weave
+    interleaving = InterleaveConfig(chunk=5)
+    sources = mid_training_sources(short, short, STAGES[32_768], 256, interleave=interleaving)
+    assert sources[-1].interleave == interleaving
     for shares in ((0.9, 0.1), (-0.1, 0.1), (0.5, 0.1, 0.5), (float("nan"), 0.1)):
         with pytest.raises(ValueError, match="the shares are long "):
             MidTrainingShares(*shares)

@@ -1,4 +1,4 @@
-"""The mixture: weights, seeds, epochs, hosts, and the held-out split."""
+"""Tests the mixture: weights, seeds, epochs, hosts and the held-out split."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ def _source(folder, name, documents, weight=1.0):
 
 def _config(*sources, **arguments):
     defaults = {"sequence_length": 16, "num_threads": 0, "held_out_fraction": 0.0}
-    defaults["shuffle_window"] = 0  # so that a document's rows follow each other
+    defaults["shuffle_window"] = 0  # keeps the rows of a document in sequence
     return DataConfig(sources=sources, **defaults | arguments)
 
 
@@ -42,12 +42,12 @@ def _rows(config, count, **streams):
 
 
 def _documents(rows):
-    """The whole documents in a stream of concat rows, in order."""
+    """Returns the complete documents in a stream of concat rows, in order."""
     text = TOKENIZER.decode(np.concatenate([row["token_ids"] for row in rows]))
     return text.split("<|endoftext|>")[:-1]
 
 
-def test_every_epoch_has_each_document_once_in_an_order_of_its_own(tmp_path):
+def test_visits_each_document_once_per_epoch(tmp_path):
     texts = [f"document {number}" for number in range(40)]
     documents = _documents(_rows(_config(_source(tmp_path, "a", texts)), 100))
     epochs = documents[:40], documents[40:80]
@@ -55,13 +55,13 @@ def test_every_epoch_has_each_document_once_in_an_order_of_its_own(tmp_path):
     assert epochs[0] != epochs[1] and epochs[0] != texts
 
 
-def test_the_seed_alone_decides_the_order(tmp_path):
+def test_orders_documents_by_seed_only(tmp_path):
     source = _source(tmp_path, "a", [f"document {number}" for number in range(40)])
-    once, again, other = (_documents(_rows(_config(source, seed=s), 20)) for s in (1, 1, 2))
-    assert once == again and once != other
+    once, repeated, other = (_documents(_rows(_config(source, seed=s), 20)) for s in (1, 1, 2))
+    assert once == repeated and once != other
 
 
-def test_streams_take_disjoint_documents_that_make_up_the_epoch(tmp_path):
+def test_shards_divide_documents_of_epoch(tmp_path):
     texts = [f"document {number}" for number in range(42)]
     config = _config(_source(tmp_path, "a", texts))
     shards = [_documents(_rows(config, 60, shard=i, num_shards=3)) for i in range(3)]
@@ -71,7 +71,7 @@ def test_streams_take_disjoint_documents_that_make_up_the_epoch(tmp_path):
         _rows(config, 1, shard=3, num_shards=3)
 
 
-def test_weights_are_shares_of_rows_however_long_the_documents(tmp_path):
+def test_mixes_rows_by_weight_at_any_document_length(tmp_path):
     long = _source(tmp_path, "long", ["long " * 100] * 50, weight=1.0)
     short = _source(tmp_path, "short", ["short"] * 50, weight=3.0)
     rows = _rows(_config(long, short), 80)
@@ -79,7 +79,7 @@ def test_weights_are_shares_of_rows_however_long_the_documents(tmp_path):
     assert all(sum(is_short[start : start + 8]) == 6 for start in range(0, 80, 8))
 
 
-def test_rows_are_shuffled_over_a_window_and_none_is_lost(tmp_path):
+def test_shuffles_rows_within_window(tmp_path):
     texts = [f"document {number} " + "word " * 200 for number in range(10)]
     source = _source(tmp_path, "a", texts)
     plain, shuffled = (
@@ -92,18 +92,18 @@ def test_rows_are_shuffled_over_a_window_and_none_is_lost(tmp_path):
         assert plain[window] != shuffled[window]
 
 
-def test_held_out_documents_are_never_trained_on_and_nothing_is_lost(tmp_path):
+def test_splits_documents_without_overlap_or_loss(tmp_path):
     texts = [f"document {number}" for number in range(300)]
     source = _source(tmp_path, "a", texts)
     config = _config(source, held_out_fraction=0.2)
-    held = _documents(held_out_rows(config, source, TOKENIZER))
-    assert 30 < len(held) < 90
+    held_out = _documents(held_out_rows(config, source, TOKENIZER))
+    assert 30 < len(held_out) < 90
     train = [TOKENIZER.decode(ids[:-1]) for ids in training_documents(config, source, TOKENIZER)]
-    assert sorted(held + train) == sorted(texts)
+    assert sorted(held_out + train) == sorted(texts)
     assert set(_documents(_rows(config, 600))) == set(train)
 
 
-def test_the_held_out_rows_are_the_same_for_every_seed(tmp_path):
+def test_holds_out_same_rows_for_every_seed(tmp_path):
     source = _source(tmp_path, "a", [f"document {number}" for number in range(100)])
     one, two = (
         list(held_out_rows(_config(source, held_out_fraction=0.3, seed=s), source, TOKENIZER))
@@ -114,13 +114,13 @@ def test_the_held_out_rows_are_the_same_for_every_seed(tmp_path):
         np.testing.assert_array_equal(a["token_ids"], b["token_ids"])
 
 
-def test_a_document_ends_in_the_end_of_document_token_with_loss_on_it(tmp_path):
+def test_trains_end_of_document_token(tmp_path):
     assert document_ids("<|user|>", TOKENIZER) == [*TOKENIZER.encode("<|user|>"), 2012]
     (row,) = _rows(_config(_source(tmp_path, "a", ["x"]), sequence_length=2), 1)
     assert row["token_ids"].tolist()[1] == 2012 and row["loss_mask"].tolist() == [0, 1]
 
 
-def test_a_split_without_documents_is_refused_and_named(tmp_path):
+def test_rejects_split_without_documents(tmp_path):
     source = _source(tmp_path, "a", ["only one"])
     empty = _source(tmp_path, "empty", ["", ""])
     with pytest.raises(ValueError, match=r"a.jsonl' has no held-out document: 1 document"):
@@ -132,7 +132,7 @@ def test_a_split_without_documents_is_refused_and_named(tmp_path):
         open_training_sources(_config(source, held_out_fraction=1 - 1e-12), TOKENIZER)
 
 
-def test_names_kind_that_divides_single_text(tmp_path):
+def test_suggests_kind_that_divides_single_text(tmp_path):
     (tmp_path / "my.txt").write_text("First.\n\nSecond.\n")
     source = SourceConfig(kind="text", path=str(tmp_path / "my.txt"))
     message = r"1 document\(s\), which cannot be divided; use kind 'passages'"
@@ -140,7 +140,7 @@ def test_names_kind_that_divides_single_text(tmp_path):
         held_out_rows(_config(source), source, TOKENIZER)
 
 
-def test_the_shipped_sources_have_both_splits():
+def test_shipped_sources_have_both_splits():
     config = DataConfig()
     for name, source in open_training_sources(config, TOKENIZER).items():
         (source_config,) = [s for s in config.sources if s.name == name]
@@ -161,30 +161,30 @@ def test_the_shipped_sources_have_both_splits():
         ({"open_rows": 0}, "open_rows is 0; it must be at least 1"),
     ],
 )
-def test_contradictory_configs_are_refused(changes, message):
+def test_rejects_contradictory_config(changes, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**changes)
 
 
 def test_packs_rows_ahead_with_several_threads(tmp_path):
-    """A shuffle window is filled as a whole; with a thread for rows it is filled while the device computes."""
+    """With a thread for rows, the shuffle window fills while the device computes."""
     source = _source(tmp_path, "a", [f"document {number}" for number in range(4000)])
     config = _config(source, num_threads=2, shuffle_window=64 * 16, prefetch_documents=4)
     rows = iter(training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER))
     first = [next(rows)]
     state = rows.get_state()
     more = [next(rows) for _ in range(300)]
-    alike = _rows(dataclasses.replace(config, num_threads=0), 301)
-    for got, want in zip(first + more, alike, strict=True):
-        assert all(np.array_equal(got[name], want[name]) for name in want)
+    expected = _rows(dataclasses.replace(config, num_threads=0), 301)
+    for row, expected_row in zip(first + more, expected, strict=True):
+        assert all(np.array_equal(row[name], expected_row[name]) for name in expected_row)
     rows.set_state(state)
-    again = [next(rows) for _ in range(100)]
+    repeated = [next(rows) for _ in range(100)]
     rows.close()
-    for got, want in zip(again, more):
-        assert all(np.array_equal(got[name], want[name]) for name in want)
+    for row, expected_row in zip(repeated, more):
+        assert all(np.array_equal(row[name], expected_row[name]) for name in expected_row)
 
 
-def test_reads_rows_ahead_only_where_windows_are_shuffled(tmp_path):
+def test_reads_rows_ahead_only_with_shuffle_window(tmp_path):
     source = _source(tmp_path, "a", ["document"] * 40)
     for options, is_ahead in (
         ({"num_threads": 2, "shuffle_window": 64}, True),
@@ -193,5 +193,5 @@ def test_reads_rows_ahead_only_where_windows_are_shuffled(tmp_path):
     ):
         config = _config(source, **options)
         rows = training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER)
-        found = isinstance(rows, grain.experimental.ThreadPrefetchIterDataset)
-        assert found == is_ahead, options
+        reads_ahead = isinstance(rows, grain.experimental.ThreadPrefetchIterDataset)
+        assert reads_ahead == is_ahead, options

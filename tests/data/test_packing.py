@@ -1,4 +1,4 @@
-"""Packing keeps every token, keeps documents apart, and trains on no first token."""
+"""Tests that packing keeps every token, separates documents, and trains on no first token."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ LENGTHS = [5, 1, 12, 30, 2, 8, 3, 8, 7, 9, 4, 16]
 
 
 def _records():
-    """Documents whose tokens tell where they come from: 100 * document + position."""
+    """Returns documents whose tokens encode their source: 100 * document + position."""
     return [plain_record(100 * number + np.arange(size)) for number, size in enumerate(LENGTHS)]
 
 
@@ -19,14 +19,14 @@ def _pack(records, length, **arguments):
 
 
 def _segments(row):
-    """The tokens of each segment, and a check that a segment is one stretch."""
+    """Returns the tokens of each segment, and checks that a segment is contiguous."""
     ids = row["segment_ids"]
     assert (np.diff(ids[ids > 0]) >= 0).all() and not ids[np.argmin(ids > 0) :].any() or ids.all()
     return [row["token_ids"][ids == segment] for segment in range(1, ids.max() + 1)]
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_every_token_is_kept_once_and_segments_never_mix_documents(packing):
+def test_packs_every_token_once_without_mixing_documents(packing):
     rows = _pack(_records(), 8, packing=packing)
     seen = []
     for row in rows:
@@ -39,7 +39,7 @@ def test_every_token_is_kept_once_and_segments_never_mix_documents(packing):
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_positions_restart_and_the_first_token_of_a_segment_is_not_trained(packing):
+def test_restarts_positions_and_masks_first_token(packing):
     for row in _pack(_records(), 8, packing=packing):
         for segment in range(1, row["segment_ids"].max() + 1):
             inside = row["segment_ids"] == segment
@@ -50,7 +50,7 @@ def test_positions_restart_and_the_first_token_of_a_segment_is_not_trained(packi
             assert not stream[padding].any(), name
 
 
-def test_concat_cuts_where_the_row_ends_and_pads_only_the_last_row():
+def test_concat_cuts_at_row_end_and_pads_last_row():
     rows = _pack(_records(), 8, packing="concat")
     assert len(rows) == -(-sum(LENGTHS) // 8)
     assert all((row["segment_ids"] > 0).all() for row in rows[:-1])
@@ -63,7 +63,7 @@ def test_concat_cuts_where_the_row_ends_and_pads_only_the_last_row():
     assert rows[1]["loss_mask"].tolist() == [0] + [1] * 7
 
 
-def test_best_fit_cuts_only_what_exceeds_a_row():
+def test_best_fit_cuts_only_documents_longer_than_row():
     pieces = [
         segment for row in _pack(_records(), 8, packing="best_fit") for segment in _segments(row)
     ]
@@ -78,7 +78,7 @@ def test_best_fit_fills_rows_well():
     assert np.mean([row["segment_ids"] > 0 for row in rows]) > 0.95
 
 
-def test_streams_that_training_needs_travel_with_their_tokens():
+def test_packs_requested_streams_with_tokens():
     record = TokenRecord(
         token_ids=[1, 2, 3],
         loss_mask=[0, 0, 1],
@@ -88,14 +88,23 @@ def test_streams_that_training_needs_travel_with_their_tokens():
     )
     streams = ("token_ids", "loss_mask", "rollout_logp", "weight_version", "rl_weight")
     (row,) = _pack([record] * 2, 8, packing="best_fit", streams=streams)
-    assert row["rollout_logp"].tolist() == [0, 0, -0.25, 0, 0, -0.25, 0, 0]  # NaN would spread
+    assert row["rollout_logp"].tolist() == [
+        0,
+        0,
+        -0.25,
+        0,
+        0,
+        -0.25,
+        0,
+        0,
+    ]  # NaN would spread to other tokens
     assert row["rl_weight"].tolist() == [0, 0, 2, 0, 0, 2, 0, 0]
     assert row["weight_version"][2] == 7 and row["weight_version"].dtype == np.int32
     assert set(row) == {*streams, "segment_ids", "positions"}
     assert not any(stream.any() for stream in blank_row(row).values())
 
 
-def test_a_record_without_a_wanted_stream_and_bad_arguments_are_refused():
+def test_rejects_missing_stream_and_invalid_arguments():
     with pytest.raises(ValueError, match="record of 5 tokens has no advantage"):
         _pack(_records(), 8, packing="concat", streams=("token_ids", "loss_mask", "advantage"))
     with pytest.raises(ValueError, match="packing is 'tight'; use one of concat, best_fit"):

@@ -1,4 +1,4 @@
-"""Files of what people prefer are read as written, and what is wrong in them is named by line."""
+"""Tests that preference files are read as written, and that errors name the line."""
 
 import json
 
@@ -19,49 +19,56 @@ PAIR = {"messages": [HI], "chosen": "Hello!", "rejected": "What?"}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
 
 
-def said(content, **fields):
+def assistant(content, **fields):
     return {"role": "assistant", "content": content, **fields}
 
 
-def written(tmp_path, *lines):
+def write_lines(tmp_path, *lines):
     path = tmp_path / "lines.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_bytes("\n".join(texts).encode("utf-8", "surrogateescape"))
     return path
 
 
-def test_pairs(tmp_path):
-    thought = said("Hello!", reasoning_content="polite")
-    path = written(tmp_path, PAIR, "", {**PAIR, "chosen": thought, "source": "ours"})
+def test_reads_pairs(tmp_path):
+    reasoned = assistant("Hello!", reasoning_content="polite")
+    path = write_lines(tmp_path, PAIR, "", {**PAIR, "chosen": reasoned, "source": "ours"})
     assert read_preferences(path) == [
-        Preference(messages=(HI,), chosen=said("Hello!"), rejected=said("What?")),
-        Preference(messages=(HI,), chosen=thought, rejected=said("What?")),
+        Preference(messages=(HI,), chosen=assistant("Hello!"), rejected=assistant("What?")),
+        Preference(messages=(HI,), chosen=reasoned, rejected=assistant("What?")),
     ]
 
 
-def test_a_pair_may_call_tools(tmp_path):
+def test_reads_pair_with_tool_calls(tmp_path):
     call = {"id": "1", "function": {"name": "now", "arguments": "{}"}}
-    turns = [HI, said(None, tool_calls=[call]), {"role": "tool", "content": "9"}]
+    turns = [HI, assistant(None, tool_calls=[call]), {"role": "tool", "content": "9"}]
     [pair] = read_preferences(
-        written(
+        write_lines(
             tmp_path,
-            {**PAIR, "messages": turns, "rejected": said("", tool_calls=[call]), "tools": [TOOL]},
+            {
+                **PAIR,
+                "messages": turns,
+                "rejected": assistant("", tool_calls=[call]),
+                "tools": [TOOL],
+            },
         )
     )
     assert pair.tools == (TOOL,) and pair.messages[1]["tool_calls"][0]["name"] == "now"
     assert pair.rejected["tool_calls"] == [{"name": "now", "arguments": {}}]
 
 
-def test_anchors_and_prompts(tmp_path):
-    [anchor] = read_anchors(written(tmp_path, {"messages": [HI], "anchor": "Good day."}))
-    assert anchor == Anchor((HI,), said("Good day."))
+def test_reads_anchors_and_prompts(tmp_path):
+    [anchor] = read_anchors(write_lines(tmp_path, {"messages": [HI], "anchor": "Good day."}))
+    assert anchor == Anchor((HI,), assistant("Good day."))
     line = {"id": "a", "messages": [HI], "rubric": "general"}
-    assert read_prompts(written(tmp_path, line, {**line, "id": "b", "guidance": "Be brief."})) == [
+    assert read_prompts(
+        write_lines(tmp_path, line, {**line, "id": "b", "guidance": "Be brief."})
+    ) == [
         Prompt(id="a", messages=(HI,), rubric="general"),
         Prompt(id="b", messages=(HI,), rubric="general", guidance="Be brief."),
     ]
     with pytest.raises(ValueError, match="two prompts have the id 'a'; rename one"):
-        read_prompts(written(tmp_path, line, line))
+        read_prompts(write_lines(tmp_path, line, line))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_anchors_and_prompts(tmp_path):
         ({**PAIR, "messages": [1]}, "message 0"),
         ({**PAIR, "messages": [{"role": "user", "content": None}]}, "message 0 .* has no content"),
         (
-            {**PAIR, "messages": [HI, said("Yes")]},
+            {**PAIR, "messages": [HI, assistant("Yes")]},
             "the last message is of role 'assistant'; end with",
         ),
         ({**PAIR, "chosen": None}, "chosen is None; give a text, or an assistant's message"),
@@ -91,8 +98,8 @@ def test_anchors_and_prompts(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_named_by_file_and_line(tmp_path, line, message):
-    path = written(tmp_path, PAIR, line)
+def test_rejects_invalid_pair_by_line(tmp_path, line, message):
+    path = write_lines(tmp_path, PAIR, line)
     with pytest.raises(ValueError, match=f"lines.jsonl, line 2: .*{message}"):
         read_preferences(path)
 
@@ -103,28 +110,28 @@ def test_what_is_wrong_is_named_by_file_and_line(tmp_path, line, message):
         ({"id": 3}, "id is 3; give a text"),
         ({"rubric": None}, "rubric is None"),
         ({"guidance": ["x"]}, r"guidance is \['x'\]"),
-        ({"messages": [HI, said("x")]}, "the last message is of role 'assistant'"),
+        ({"messages": [HI, assistant("x")]}, "the last message is of role 'assistant'"),
     ],
 )
-def test_prompts_that_are_none(tmp_path, change, message):
+def test_rejects_invalid_prompt(tmp_path, change, message):
     line = {"id": "a", "messages": [HI], "rubric": "general"} | change
     with pytest.raises(ValueError, match=f"line 1: .*{message}"):
-        read_prompts(written(tmp_path, line))
+        read_prompts(write_lines(tmp_path, line))
 
 
-def test_a_file_without_lines_is_refused(tmp_path):
+def test_rejects_file_without_lines(tmp_path):
     with pytest.raises(ValueError, match="lines.jsonl has no lines"):
-        read_anchors(written(tmp_path, ""))
+        read_anchors(write_lines(tmp_path, ""))
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_shipped_prompts(name):
+def test_reads_shipped_prompts(name):
     prompts = read_prompts(PROMPTS[name])
     assert 20 <= len(prompts) <= 40 and {prompt.rubric for prompt in prompts} == {name}
     assert len({prompt.messages[-1]["content"] for prompt in prompts}) == len(prompts)
 
 
-def test_safety_has_what_to_decline_and_what_only_sounds_so():
+def test_safety_prompts_include_harmless_traps():
     kinds = [prompt.id.split("-")[1] for prompt in read_prompts(PROMPTS["safety"])]
     assert min(kinds.count("decline"), kinds.count("trap")) >= 10
     assert kinds.count("care") and kinds.count("mixed")

@@ -1,4 +1,4 @@
-"""The token record refuses what no learner could train on."""
+"""Tests that the token record rejects streams that a learner could not train on."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 def rollout(**changes):
-    """Prompt of two tokens, an answer of two, of which the last is masked."""
+    """Returns a record of a prompt of two tokens and an answer of two, the last of which is masked."""
     streams = {
         "token_ids": [5, 6, 7, 8],
         "loss_mask": [0, 0, 1, 0],
@@ -23,7 +23,7 @@ def rollout(**changes):
     return TokenRecord(**streams | changes)
 
 
-def test_a_rollout_is_a_record_with_typed_read_only_streams():
+def test_record_has_typed_read_only_streams():
     record = rollout(group_id="g", rewards={"tests": 1.0, "style": None}, spans=[(2, 4, "answer")])
     assert len(record) == 4
     assert list(record.streams()) == [
@@ -37,21 +37,21 @@ def test_a_rollout_is_a_record_with_typed_read_only_streams():
         record.status = "failed"
 
 
-def test_streams_are_filled_by_replacement_and_checked_again():
+def test_validates_replaced_streams():
     filled = dataclasses.replace(rollout(), ref_logp=[NAN, NAN, -1, NAN])
     assert filled.ref_logp[2] == -1
     with pytest.raises(ValueError, match="advantage has 3 entries, token_ids has 4"):
         dataclasses.replace(rollout(), advantage=[0, 0, 1])
 
 
-def test_the_caller_keeps_its_own_array():
+def test_copies_array_of_caller():
     ids = np.array([1, 2], np.int32)
     record = plain_record(ids)
     ids[0] = 9
     assert record.token_ids[0] == 1
 
 
-def test_plain_text_trains_on_all_but_the_first_token():
+def test_plain_record_masks_first_token_only():
     record = plain_record([3, 1, 2])
     assert record.loss_mask.tolist() == record.ce_weight.tolist() == [0, 1, 1]
 
@@ -76,17 +76,17 @@ def test_plain_text_trains_on_all_but_the_first_token():
         ({"spans": [(2, 5, "answer")]}, "leaves the 4 tokens"),
     ],
 )
-def test_contradictions_are_refused(changes, message):
+def test_rejects_contradictory_streams(changes, message):
     with pytest.raises(ValueError, match=message):
         rollout(**changes)
 
 
-def test_no_tokens_are_refused():
+def test_rejects_record_without_tokens():
     with pytest.raises(ValueError, match="at least one token"):
         plain_record(np.zeros(0, np.int32))
 
 
-def test_a_token_may_be_trained_without_log_prob_where_rl_has_no_weight():
+def test_accepts_token_without_logprob_and_rl_weight():
     mixed = rollout(
         loss_mask=[0, 1, 1, 0], rl_weight=[0, 0, 1, 0], ce_weight=[0, 1, 0, 0]
     )  # imitation on token 1, RL on token 2

@@ -1,4 +1,4 @@
-"""Every kind of source reads its documents; bad input is named."""
+"""Tests that every kind of source reads its documents, and that errors name invalid input."""
 
 import json
 
@@ -44,21 +44,21 @@ def _write(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "array_record"])
-def test_records_are_read_in_the_order_of_the_files(kind, tmp_path):
+def test_reads_records_in_order_of_files(kind, tmp_path):
     config = SourceConfig(kind=kind, path=_write(kind, tmp_path), field="body")
     assert _texts(config) == TEXTS
     with pytest.raises(ValueError, match="missing"):
         _texts(SourceConfig(kind=kind, path=config.path, field="missing"))
 
 
-def test_text_files_are_a_document_each(tmp_path):
+def test_reads_text_files_as_documents(tmp_path):
     (tmp_path / "deep").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "deep" / f"{number}.txt").write_text(text, "utf-8")
     assert _texts(SourceConfig(kind="text", path=str(tmp_path / "**" / "*.txt"))) == TEXTS
 
 
-def test_array_records_may_hold_bare_text(tmp_path):
+def test_reads_array_record_of_bare_text(tmp_path):
     writer = array_record_module.ArrayRecordWriter(str(tmp_path / "x"), "group_size:1")
     writer.write("ä bare".encode())
     writer.close()
@@ -67,7 +67,7 @@ def test_array_records_may_hold_bare_text(tmp_path):
     ]
 
 
-def test_passages_are_cut_at_blank_lines_and_lose_nothing(tmp_path):
+def test_cuts_passages_at_blank_lines_without_loss(tmp_path):
     paragraphs = [f"{number} " + "x" * 1500 for number in range(7)]
     (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
     passages = _texts(SourceConfig(kind="passages", path=str(tmp_path / "book.txt")))
@@ -75,13 +75,13 @@ def test_passages_are_cut_at_blank_lines_and_lose_nothing(tmp_path):
     assert [passage[0] for passage in passages] == ["0", "2", "4", "6"]
 
 
-def test_shakespeare_is_shipped():
+def test_reads_shipped_shakespeare():
     texts = _texts(SourceConfig(kind="shakespeare"))
     assert "".join(texts) == SHAKESPEARE.read_text("utf-8")
     assert texts[0].startswith("First Citizen:") and len(texts) > 200
 
 
-def test_the_standard_library_is_sorted_python_without_tests():
+def test_reads_standard_library_without_tests():
     paths = stdlib_paths()
     names = [path.as_posix() for path in paths]
     assert len(paths) > 200 and any(name.endswith("/json/decoder.py") for name in names)
@@ -92,7 +92,7 @@ def test_the_standard_library_is_sorted_python_without_tests():
     assert source[0] == paths[0].read_text("utf-8")
 
 
-def test_no_files_and_no_documents_are_named(tmp_path):
+def test_rejects_missing_files_and_documents(tmp_path):
     with pytest.raises(ValueError, match=r"text:.*nothing.*: no file matches"):
         open_source(SourceConfig(kind="text", path=str(tmp_path / "nothing*")))
     (tmp_path / "empty").write_text("\n\n")
@@ -101,7 +101,7 @@ def test_no_files_and_no_documents_are_named(tmp_path):
             open_source(SourceConfig(kind=kind, path=str(tmp_path / "empty")))
 
 
-def test_bytes_that_are_not_utf8_name_the_file_and_the_place(tmp_path):
+def test_names_position_of_invalid_utf8(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     source = open_source(SourceConfig(kind="text", path=str(tmp_path / "latin.txt")))
     with pytest.raises(ValueError, match=r"latin.txt is not UTF-8: byte 0xe9 at offset 3"):
@@ -131,25 +131,25 @@ def _lines(folder, *lines) -> SourceConfig:
 
 
 @pytest.mark.parametrize("line, message", BROKEN_LINES, ids=range(len(BROKEN_LINES)))
-def test_a_json_line_without_text_is_named_when_the_file_is_opened(line, message, tmp_path):
+def test_rejects_invalid_json_lines_when_opened(line, message, tmp_path):
     config = _lines(tmp_path, '{"text": "good"}', "", line, '{"text": "good"}')
     with pytest.raises(ValueError, match=f"source 'jsonl:.*x.jsonl, line 3 {message}") as error:
         open_source(config)
     assert "\n" not in str(error.value)
 
 
-def test_what_only_looks_odd_in_a_json_line_is_read(tmp_path):
+def test_reads_unusual_but_valid_json_lines(tmp_path):
     lines = [r' {"text": "\ud83d\ude00"} ', r'{"te\u0078t": "key"}', r'{"text": "\\ud83d"}']
     lines += [
         '{"a": NaN, "text": "number"}',
         r'{"a": "\ud800", "text": "half"}',
         '{"text": 3, "text": "last"}',
     ]
-    read = ["\N{GRINNING FACE}", "key", r"\ud83d", "number", "half", "last"]
-    assert _texts(_lines(tmp_path, *lines)) == read
+    expected = ["\N{GRINNING FACE}", "key", r"\ud83d", "number", "half", "last"]
+    assert _texts(_lines(tmp_path, *lines)) == expected
 
 
-def test_parquet_columns_must_be_text_without_gaps(tmp_path):
+def test_rejects_parquet_column_without_text_or_with_gaps(tmp_path):
     file = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2], "gap": ["a", None]}), file)
     with pytest.raises(ValueError, match="is int64; it must be string"):
@@ -173,13 +173,13 @@ def test_parquet_columns_must_be_text_without_gaps(tmp_path):
         ({"kind": "stdlib", "weight": float("nan")}, "make it positive"),
     ],
 )
-def test_contradictory_sources_are_refused(arguments, message):
+def test_rejects_contradictory_source(arguments, message):
     with pytest.raises(ValueError, match=message):
         SourceConfig(**arguments)
 
 
 class _Counting(list):
-    """A source that notes which documents are read."""
+    """Source that records which documents are read."""
 
     def __init__(self, texts):
         super().__init__(texts)
@@ -191,23 +191,23 @@ class _Counting(list):
 
 
 @pytest.mark.parametrize("count", [1, 2, FINGERPRINT_DOCUMENTS, FINGERPRINT_DOCUMENTS + 1, 100_000])
-def test_a_fingerprint_reads_few_documents_from_the_first_to_the_last(count):
+def test_fingerprint_reads_few_documents_of_full_range(count):
     source = _Counting(f"document {number}" for number in range(count))
     assert fingerprint(source) == fingerprint(source) and str(count) in fingerprint(source)
-    most = min(count, FINGERPRINT_DOCUMENTS)
-    assert sorted(set(source.read)) == source.read[:most]
-    assert source.read[0] == 0 and source.read[most - 1] == count - 1
+    num_documents = min(count, FINGERPRINT_DOCUMENTS)
+    assert sorted(set(source.read)) == source.read[:num_documents]
+    assert source.read[0] == 0 and source.read[num_documents - 1] == count - 1
     for number in (0, count - 1):
         other = _Counting(source)
         list.__setitem__(other, number, "changed")
         assert fingerprint(other) != fingerprint(source)
 
 
-def test_the_held_out_split_is_a_fixed_share_that_grows_with_the_fraction():
+def test_held_out_split_is_fixed_and_grows_with_fraction():
     texts = [f"document {number}" for number in range(4000)]
     few = {text for text in texts if is_held_out(text, 0.05)}
     more = {text for text in texts if is_held_out(text, 0.2)}
     assert few < more and abs(len(few) - 200) < 50 and abs(len(more) - 800) < 100
     assert not any(is_held_out(text, 0.0) for text in texts)
-    # The split may never move: a trained model would have seen its held-out documents.
+    # The split must never change: models were trained on the documents that it does not hold out.
     assert [n for n in range(100) if f"document {n}" in few] == [40, 70]

@@ -11,7 +11,7 @@ from tests.envs.leftovers import all_that_sandboxes_make, made_since
 
 @pytest.fixture(scope="session")
 def _isolation():
-    """Why no sandbox starts here, or None."""
+    """Returns the reason why no sandbox starts on this machine, or None."""
 
     async def start():
         async with Sandbox() as box:
@@ -26,7 +26,7 @@ def _isolation():
 
 @pytest.fixture
 def isolation(_isolation):
-    """Skips a test where no sandbox starts; root on Debian can install what it takes, so fails."""
+    """Skips a test where no sandbox starts, but fails as root on Debian, where the packages can be installed."""
     if _isolation is None:
         return
     if os.getuid() == 0 and pathlib.Path("/etc/debian_version").exists():

@@ -1,4 +1,4 @@
-"""What sandboxes make on the machine, counted from outside."""
+"""Lists processes, groups, mounts and files of sandboxes, seen from outside."""
 
 import asyncio
 import contextlib
@@ -8,28 +8,28 @@ import re
 import tempfile
 from collections.abc import Iterable
 
-SECONDS = 120  # for one test; none takes a quarter of it on a quiet machine
+SECONDS = 120  # limit of one test; none takes a quarter of it on a quiet machine
 
 
 def run(work):
-    """The result of a coroutine, in an event loop of its own that must end in time."""
+    """Returns the result of a coroutine, run in a new event loop with a time limit."""
     return asyncio.run(asyncio.wait_for(work, SECONDS))
 
 
 def processes_in(namespace: int) -> list[str]:
-    """The processes, with their commands, in the process namespace of that inode."""
-    found = []
+    """Returns the processes, with their commands, in the process namespace of that inode."""
+    commands = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             if namespace_of(folder.name) == namespace:
-                found.append(f"{folder.name} {(folder / 'cmdline').read_bytes()!r}")
-        except OSError:  # gone meanwhile, or another user's
+                commands.append(f"{folder.name} {(folder / 'cmdline').read_bytes()!r}")
+        except OSError:  # ended, or of another user
             continue
-    return found
+    return commands
 
 
 async def first_process(box) -> int:
-    """The number that a sandbox's first process has outside."""
+    """Returns the number that a sandbox's first process has outside."""
     namespace = int((await box.exec("stat -Lc %i /proc/self/ns/pid")).stdout)
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -40,13 +40,15 @@ async def first_process(box) -> int:
 
 
 def descendants(top: int) -> dict[tuple[int, int], int]:
-    """The processes below one, and itself: (number, ticks of its start), as bombs use numbers up and they are given
-    again -> the process namespace that its children are to be in."""
-    parents, found = {}, {}
+    """Returns {(pid, ticks of its start): process namespace of its children} of a process and all below it.
+
+    The start is needed because bombs use up numbers, which are then assigned again.
+    """
+    parents, namespace_by_process = {}, {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             pid, (parent, start) = int(folder.name), origin_of(folder.name)
-            found[pid, start] = namespace_of(pid)
+            namespace_by_process[pid, start] = namespace_of(pid)
             parents[pid] = parent
         except OSError:
             continue
@@ -56,37 +58,39 @@ def descendants(top: int) -> dict[tuple[int, int], int]:
             pid = parents[pid]
         return pid == top
 
-    return {process: space for process, space in found.items() if is_below(process[0])}
+    return {
+        process: space for process, space in namespace_by_process.items() if is_below(process[0])
+    }
 
 
 def origin_of(pid: int | str) -> tuple[int, int]:
-    """(its parent, ticks of its start); OSError if the process has ended."""
+    """Returns (parent, ticks of its start). Raises OSError if the process has ended."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1]), int(fields[19])
 
 
 def namespace_of(pid: int | str) -> int:
-    """OSError if the process has ended."""
+    """Returns the process namespace. Raises OSError if the process has ended."""
     return os.stat(f"/proc/{pid}/ns/pid").st_ino
 
 
-def still_there(processes: Iterable[tuple[int, int]]) -> list[int]:
-    """Of what `descendants` found those that have not ended."""
-    found = []
+def running_processes(processes: Iterable[tuple[int, int]]) -> list[int]:
+    """Returns the processes of `descendants` that have not ended."""
+    running = []
     for pid, start in processes:
         with contextlib.suppress(OSError):
-            found += [pid] if origin_of(pid)[1] == start else []
-    return found
+            running += [pid] if origin_of(pid)[1] == start else []
+    return running
 
 
 def namespaces(top: int | None = None) -> set[int]:
-    """Process namespaces of the sandboxes of a process, or of this one."""
-    own = namespace_of(os.getpid())
-    return {*descendants(top or os.getpid()).values()} - {own}
+    """Returns the process namespaces of the sandboxes of a process, or of this one."""
+    current = namespace_of(os.getpid())
+    return {*descendants(top or os.getpid()).values()} - {current}
 
 
 def groups(maker: int | None = None) -> list[str]:
-    """Control groups of the sandboxes of a process, or of this one."""
+    """Returns the control groups of the sandboxes of a process, or of this one."""
     mark = f"-{maker or os.getpid()}-"
     return sorted(
         os.path.join(place, name)
@@ -97,7 +101,7 @@ def groups(maker: int | None = None) -> list[str]:
 
 
 def folders(maker: int) -> list[str]:
-    """Temporary folders of the sandboxes of a process."""
+    """Returns the temporary folders of the sandboxes of a process."""
     return sorted(name for name in os.listdir(tempfile.gettempdir()) if f"-{maker}-" in name)
 
 
@@ -116,16 +120,18 @@ def all_that_sandboxes_make() -> dict[str, set]:
 
 
 def made_since(before: dict[str, set]) -> dict[str, set]:
-    """By kind, what was not there before. What has gone meanwhile is not told: Python closes at any time what an
-    earlier test forgot."""
+    """Returns by kind the items that did not exist before.
+
+    Items that have disappeared do not count, because Python closes forgotten files of earlier tests at any time.
+    """
     now = all_that_sandboxes_make()
-    return {kind: made for kind in now if (made := now[kind] - before[kind])}
+    return {kind: items for kind in now if (items := now[kind] - before[kind])}
 
 
 def descriptors() -> set[tuple[str, str]]:
-    """(number, what it is) of each open descriptor of this process."""
-    found = set()
+    """Returns (number, target) of each open descriptor of this process."""
+    targets = set()
     for link in pathlib.Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
-            found.add((link.name, os.readlink(link)))
-    return found
+        with contextlib.suppress(OSError):  # the descriptor of the listing
+            targets.add((link.name, os.readlink(link)))
+    return targets

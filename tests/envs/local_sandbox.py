@@ -1,4 +1,4 @@
-"""A sandbox for tests of what uses one: programs run here, with limits and without secrets, and without walls."""
+"""A sandbox for tests of its callers: programs run on this machine, with limits, without secrets and isolation."""
 
 import asyncio
 import dataclasses
@@ -8,11 +8,11 @@ import subprocess
 import tempfile
 import time
 
-MOST_OUTPUT = 2**22
+MAX_OUTPUT = 2**22
 MEMORY = 2**30
-USER = 61_234  # of nobody else, so that a limit on its processes counts only these
-# By a program: what runs between fork and exec is refused where jax has threads.
-LIMITED = ("prlimit", f"--fsize={MOST_OUTPUT}", f"--as={MEMORY}", "--nproc=40")
+USER = 61_234  # a user without other processes, so that a limit on processes counts only these
+# prlimit sets the limits, because jax's threads forbid code between fork and exec.
+LIMITED = ("prlimit", f"--fsize={MAX_OUTPUT}", f"--as={MEMORY}", "--nproc=40")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,10 @@ class Ran:
 
 
 class LocalSandbox:
-    """runs: the standard inputs of all that ran, to see what reached a sandbox."""
+    """Runs programs on this machine.
+
+    runs: list that gets (argv, stdin) of each program, to see what reached a sandbox; None: not recorded.
+    """
 
     def __init__(self, runs: list | None = None):
         self._runs = [] if runs is None else runs
@@ -41,13 +44,13 @@ class LocalSandbox:
         return await asyncio.to_thread(self._run, argv, timeout_s, stdin)
 
     def _run(self, argv, timeout_s, stdin):
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
-            given.write(stdin)
-            given.seek(0)
+        with tempfile.TemporaryFile() as stdin_file, tempfile.TemporaryFile() as out:
+            stdin_file.write(stdin)
+            stdin_file.seek(0)
             as_other = {"user": USER, "group": USER, "extra_groups": []} if os.getuid() == 0 else {}
             process = subprocess.Popen(
                 [*LIMITED, *argv],
-                stdin=given,
+                stdin=stdin_file,
                 stdout=out,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
@@ -59,12 +62,12 @@ class LocalSandbox:
             while not _has_ended(process.pid) and time.monotonic() < end:
                 time.sleep(0.005)
             timed_out = not _has_ended(process.pid)
-            # Before it is waited for: until then its number cannot belong to another group.
+            # Kill before waiting: until then its number cannot belong to another group.
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
             out.seek(0)
             stdout = out.read()
-            return Ran(code, stdout, b"", timed_out, len(stdout) >= MOST_OUTPUT)
+            return Ran(code, stdout, b"", timed_out, len(stdout) >= MAX_OUTPUT)
 
 
 def _has_ended(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Run as an ordinary user by `test_sandbox_ordinary`: what sandboxes do there, as a JSON object."""
+"""Runs as an ordinary user for `test_sandbox_ordinary`, and prints the outcomes of sandboxes as a JSON object."""
 
 import asyncio
 import json
@@ -24,53 +24,56 @@ MANY = "i=0; while [ $i -lt 60 ]; do sleep 30 & i=$((i+1)); done; echo all"
 
 
 async def main(probe: str, host: str) -> dict:
-    told = {}
+    outcomes = {}
     config = SandboxConfig(memory_bytes=200 << 20, max_processes=40, disk_bytes=20 << 20)
     async with Sandbox(config) as box:
-        told["limits"] = box.limits
+        outcomes["limits"] = box.limits
         for user in ("agent", "root"):
             result = await box.exec(["python3", "-I", "-c", probe, host], user=user)
             assert result.code == 0, result.stderr.decode()
-            told[user] = json.loads(result.stdout)
-        told["memory"] = (await box.exec(["python3", "-I", "-c", HOG])).stdout.decode()
-        told["disk"] = (
+            outcomes[user] = json.loads(result.stdout)
+        outcomes["memory"] = (await box.exec(["python3", "-I", "-c", HOG])).stdout.decode()
+        outcomes["disk"] = (
             await box.exec("head -c 30000000 /dev/zero > x; echo $?; rm x")
         ).stdout.decode()
         late = await box.exec("setsid sleep 2001 & sleep 2001", timeout_s=0.5)
-        told["late"] = late.timed_out, (await box.exec("pgrep -fc 'sleep 200[1]'")).stdout.decode()
+        outcomes["late"] = (
+            late.timed_out,
+            (await box.exec("pgrep -fc 'sleep 200[1]'")).stdout.decode(),
+        )
         await box.put("/app/a/x", b"1")
         await box.exec("ln -s x a/link; mkdir -m 0 a/closed")
-        told["files"] = (await box.get("/app/a/x", 1)).decode()
+        outcomes["files"] = (await box.get("/app/a/x", 1)).decode()
         try:
             await box.get("/app/a/link", 100)
         except SandboxFileError as error:
-            told["link"] = str(error)
+            outcomes["link"] = str(error)
         layer = await box.snapshot()
         namespace = (await box.exec("readlink /proc/self/ns/user")).stdout.decode().strip()
     try:
         async with Sandbox(SandboxConfig(base=layer)) as box:
             again = await box.exec("rm -r a; mkdir a; ls -A a; echo on > a/y; cat a/y; ls -A")
-            told["layer"] = again.stdout.decode() + again.stderr.decode()
+            outcomes["layer"] = again.stdout.decode() + again.stderr.decode()
             second = await box.snapshot()
         async with Sandbox(SandboxConfig(base=second)) as box:
-            told["layer"] += (await box.exec("ls -A a")).stdout.decode()
+            outcomes["layer"] += (await box.exec("ls -A a")).stdout.decode()
         second.remove()
     finally:
         layer.remove()
     async with Sandbox(config) as box:
-        told["processes"] = (await box.exec(MANY)).stdout.decode()
+        outcomes["processes"] = (await box.exec(MANY)).stdout.decode()
     async with Sandbox(config) as box:
         start = time.monotonic()
         late = await box.exec(["python3", "-I", "-c", STOPPER], timeout_s=1.0)
-        told["stopper"] = late.timed_out, time.monotonic() - start
+        outcomes["stopper"] = late.timed_out, time.monotonic() - start
     async with Sandbox() as box:
-        told["more processes"] = (await box.exec(MANY)).stdout.decode()
-    told["folders"] = os.path.exists(layer.folders[0])
+        outcomes["more processes"] = (await box.exec(MANY)).stdout.decode()
+    outcomes["folders"] = os.path.exists(layer.folders[0])
     time.sleep(0.1)
-    told["left"] = [
+    outcomes["left"] = [
         pid for pid in os.listdir("/proc") if pid.isdigit() and namespace_of(pid) == namespace
     ]
-    return told
+    return outcomes
 
 
 def namespace_of(pid: str) -> str | None:

@@ -1,6 +1,6 @@
-"""Run inside a sandbox: tries to get out, by name, and prints a JSON object of name -> outcome.
+"""Runs inside a sandbox: tries to get out in several ways, and prints a JSON object {name: outcome}.
 
-An outcome is "worked" or why not. Arguments: JSON of the names to try and of what the host offers.
+An outcome is "worked" or the reason of the failure. Arguments: JSON of the names to try and of the host's properties.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def system_call(name, *arguments):
 
 
 def in_child(action):
-    """The action in a child, as it may not come back from it."""
+    """Runs the action in a child process, because it may not return."""
     receiving, sending = os.pipe()
     child = os.fork()
     if not child:
@@ -59,9 +59,9 @@ def in_child(action):
         os._exit(0)
     os.close(sending)
     os.waitpid(child, 0)
-    told = os.read(receiving, 1000).decode()
-    if told != "worked":
-        raise OSError(told)
+    outcome = os.read(receiving, 1000).decode()
+    if outcome != "worked":
+        raise OSError(outcome)
 
 
 def read_host_file():
@@ -82,7 +82,7 @@ def read_host_environment():
 
 
 def list_homes():
-    """Of the host's users; the sandbox's own have none of their files there."""
+    """Lists files in the host's homes; the sandbox's users have no files there."""
     names = []
     for folder in ("/home", "/root"):
         try:

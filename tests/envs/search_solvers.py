@@ -1,4 +1,4 @@
-"""Scripted ways to attempt tasks of search, by the words of the tools alone."""
+"""Scripted solvers of search tasks, which use only the texts of the tools."""
 
 import itertools
 import re
@@ -14,18 +14,20 @@ BOX = Toolbox(search_tools())
 
 
 async def follow(task, call) -> str:
-    """The answer by the hops: each passage is searched for, opened, and its answer found in it. call(name, arguments)
-    gives a tool's answer."""
+    """Returns the answer by the hops: searches and opens each passage, and finds the answer in it.
+
+    call: call(name, arguments) returns the result of a tool.
+    """
     answers = []
     for hop in (Hop(**hop) for hop in task.data["hops"]):
         question, title = (
             fill_question(hop, answers),
             corpus_of(task.data["corpus"]).passages[hop.passage].title,
         )
-        # Last what somebody searches for who believes to know the answer.
+        # The last query contains the answer, as of a searcher who believes to know it.
         for query in (question, title, f"{title} {question}", f"{question} {hop.answer}"):
-            found = await call("search", {"query": query})
-            if f"[{hop.passage}] " in found:
+            results = await call("search", {"query": query})
+            if f"[{hop.passage}] " in results:
                 break
         else:
             return "I cannot find it."
@@ -39,36 +41,38 @@ async def follow(task, call) -> str:
 
 
 async def one_search(task, call) -> str:
-    """The answer by one search for the question: all that it shows is read whole, and what is said there is followed as far
-    as it goes, then guessed."""
+    """Returns the answer by one search for the question.
+
+    Reads all results in full, follows their relations as far as possible, and then guesses.
+    """
     question = task.messages[0]["content"].splitlines()[0]
-    found = await call("search", {"query": question})
-    ids = map(int, re.findall(r"(?m)^\[(\d+)\]", found))
+    results = await call("search", {"query": question})
+    ids = map(int, re.findall(r"(?m)^\[(\d+)\]", results))
     passages = [corpus_of(task.data["corpus"]).passages[i] for i in ids]
     *wanted, name = re.fullmatch(r"What is (.*)\?", question)[1].split(
         " of ", question.count("the ")
     )
     wanted = [one.removeprefix("the ") for one in wanted]
     for relation in reversed(wanted):
-        name = said(passages, relation, name)
+        name = related_entity(passages, relation, name)
         if name is None:
             break
-    guesses = (said(passages, wanted[0], passage.title) for passage in passages[1:])
+    guesses = (related_entity(passages, wanted[0], passage.title) for passage in passages[1:])
     return name or next(filter(None, guesses), "unknown")
 
 
-def said(passages, asked_for, name):
-    """What passages say that stands in a relation to a name."""
+def related_entity(passages, asked_for, name):
+    """Returns the entity that the passages relate to a name, or None."""
     forms = itertools.chain(*(r.templates for r in RELATIONS if r.noun == asked_for))
     for form, passage in itertools.product(forms, passages):
         pattern = re.escape(form).replace(r"\{0\}", re.escape(name)).replace(r"\{1\}", r"([\w ]+?)")
-        if found := re.search(rf"(?:^|(?<=\. )){pattern}", passage.text):
-            return found[1]
+        if match := re.search(rf"(?:^|(?<=\. )){pattern}", passage.text):
+            return match[1]
     return None
 
 
 async def attempt(task, solver) -> Attempt:
-    """What a solver makes of a task, with a toolbox."""
+    """Returns the attempt of a solver at a task, with a toolbox."""
     messages = []
 
     async def call(name, arguments):
@@ -78,5 +82,5 @@ async def attempt(task, solver) -> Attempt:
         messages.append({"role": "tool", "content": answer})
         return answer
 
-    said = await solver(task, call)
-    return Attempt(messages=(*messages, {"role": "assistant", "content": said}))
+    answer_text = await solver(task, call)
+    return Attempt(messages=(*messages, {"role": "assistant", "content": answer_text}))

@@ -1,4 +1,4 @@
-"""A service of agents, asked over HTTP as the orchestrator asks it: what counts as the policy's doing, and what as nobody's."""
+"""A service of agents, called over HTTP as by the orchestrator: failures of policy, environment and caller."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,9 @@ from tests.rl.fleet import (
     Engine,
     gateway,
     orchestrator_config,
+    post_json,
     rollout,
     service_config,
-    told,
     until,
 )
 
@@ -42,11 +42,11 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 def tasks(count, kind="product"):
-    asked = [{"role": "user", "content": f"{i}: 6*7?"} for i in range(count)]
+    questions = [{"role": "user", "content": f"{i}: 6*7?"} for i in range(count)]
     tools = chat_tasks.shop_tools()
     return [
         Task(id=f"{kind}-{i}", kind=kind, messages=(message,), tools=tools)
-        for i, message in enumerate(asked)
+        for i, message in enumerate(questions)
     ]
 
 
@@ -56,19 +56,19 @@ async def verify(task, attempt):
 
 @contextlib.contextmanager
 def serving(replies=(), *, tools=None, verifier=verify, loop=LOOP, count=5, held_out=2, **options):
-    """(ask, service, model): ask(number, **fields) has a rollout attempted."""
+    """Yields (ask, service, model); ask(number, **fields) requests a rollout."""
     model = ScriptedServer(replies)
     toolbox = Toolbox(tools or {"calculate": calculate, "lookup": calculate})
     config = service_config(NOWHERE, **{"rollout_timeout_s": 10.0} | options)
     more = tasks(count), tasks(held_out, "held-out")
     service = AgentService(config, *more, toolbox, verifier, TOKENIZER, loop)
-    with model.running() as url, service.running() as own:
+    with model.running() as url, service.running() as service_url:
 
         def ask(number=0, path="/rollout", **fields):
             if path != "/rollout":
-                return told(own, path, fields)
+                return post_json(service_url, path, fields)
             base_url = f"{url}/sessions/r{number}"
-            return rollout(own, number, **{"base_url": base_url} | fields)
+            return rollout(service_url, number, **{"base_url": base_url} | fields)
 
         yield ask, service, model
 
@@ -78,22 +78,22 @@ def health(service) -> dict:
         return json.load(answer)
 
 
-def test_an_attempt_is_what_the_agent_said_and_what_it_is_worth():
+def test_rollout_returns_messages_and_reward():
     with serving([[PRODUCT], "42"]) as (ask, _, model):
-        found = ask(3)
-    roles = [message["role"] for message in found["messages"]]
+        result = ask(3)
+    roles = [message["role"] for message in result["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant"]
-    assert found["messages"][2]["content"] == "42"
-    assert found["reward"] == {"value": 1.0, "parts": {"right": 1.0}, "error": ""}
-    assert found["metrics"] == {
+    assert result["messages"][2]["content"] == "42"
+    assert result["reward"] == {"value": 1.0, "parts": {"right": 1.0}, "error": ""}
+    assert result["metrics"] == {
         "replies": 2,
         "tool_failures": 0,
         "restarts": 0,
         "ended_answer": 1.0,
     }
     assert model.paths == ["/sessions/r3/v1/chat/completions"] * 2
-    assert outcome_from_json(found) == outcome_from_json(
-        json.loads(json.dumps(outcome_from_json(found).to_json()))
+    assert outcome_from_json(result) == outcome_from_json(
+        json.loads(json.dumps(outcome_from_json(result).to_json()))
     )
 
 
@@ -106,7 +106,7 @@ def test_an_attempt_is_what_the_agent_said_and_what_it_is_worth():
     ],
     ids=["turns", "seconds", "length"],
 )  # fmt: skip
-def test_a_limit_of_the_agent_is_worth_nothing(replies, loop, words):
+def test_limit_of_agent_gives_zero_reward(replies, loop, words):
     limits = LoopConfig(**{"max_turns": 4, "timeout_s": 5.0, "context": LOOP.context} | loop)
     with serving(replies, loop=limits) as (ask, *_):
         reward = ask()["reward"]
@@ -141,7 +141,7 @@ async def unsure_verifier(task, attempt):
     ],
     ids=["gateway", "tool", "sandbox", "verifier", "bug", "garbage"],
 )
-def test_a_failure_of_the_environment_is_no_reward(replies, options, words):
+def test_environment_failure_gives_no_reward(replies, options, words):
     if tools := options.get("tools"):
         options = {"tools": {**tools, "lookup": calculate}}
     with serving(replies, **options) as (ask, *_):
@@ -149,14 +149,14 @@ def test_a_failure_of_the_environment_is_no_reward(replies, options, words):
         assert reward["value"] is None and words in reward["error"]
 
 
-def test_a_gateway_that_is_gone_is_no_reward():
+def test_missing_gateway_gives_no_reward():
     with serving() as (ask, *_):
         reward = ask(base_url=f"{NOWHERE}/sessions/r0")["reward"]
     assert reward["value"] is None and "no server answers at" in reward["error"]
 
 
-def test_a_rollout_that_does_not_end_is_no_reward():
-    """Whatever it does with its cancellation."""
+def test_endless_rollout_gives_no_reward():
+    """Its handling of the cancellation does not matter."""
     held = []
 
     async def stubborn(task, attempt):
@@ -176,10 +176,10 @@ def test_a_rollout_that_does_not_end_is_no_reward():
     assert held
 
 
-def test_a_rollout_can_be_cancelled():
+def test_cancels_rollouts():
     slow = {"sleep": 30, "message": {}, "finish_reason": "stop"}
     with serving([slow] * 9, max_inflight=2) as (ask, service, _), ThreadPoolExecutor() as threads:
-        asked = [threads.submit(ask, number) for number in range(2)]
+        futures = [threads.submit(ask, number) for number in range(2)]
         until(lambda: health(service)["running"] == 2)
         with pytest.raises(ServerError, match="2 rollouts are running, which is the maximum"):
             ask(2)
@@ -187,26 +187,26 @@ def test_a_rollout_can_be_cancelled():
             ask(1)
         assert ask(path="/cancel", rollout_id="r7")["cancelled"] is False
         for number in range(2):
-            said = ask(path="/cancel", rollout_id=f"r{number}")
-            assert said == {"rollout_id": f"r{number}", "cancelled": True}
-        for number, one in enumerate(asked):
+            result = ask(path="/cancel", rollout_id=f"r{number}")
+            assert result == {"rollout_id": f"r{number}", "cancelled": True}
+        for number, one in enumerate(futures):
             with pytest.raises(ServerError, match=f"rollout 'r{number}' was cancelled"):
                 one.result(10)
         until(lambda: not health(service)["running"])
 
 
-def test_a_rollout_ends_when_nobody_listens():
+def test_ends_rollout_of_closed_connection():
     slow = {"sleep": 30, "message": {}, "finish_reason": "stop"}
     with serving([slow]) as (_, service, model):
-        with model_asked(service, model) as connection:
+        with rollout_request(service, model) as connection:
             until(lambda: health(service)["running"])
             connection.close()
         until(lambda: not health(service)["running"])
 
 
 @contextlib.contextmanager
-def model_asked(service, model):
-    """A connection that has asked for a rollout."""
+def rollout_request(service, model):
+    """Yields a connection that has requested a rollout."""
     body = json.dumps(
         {
             "rollout_id": "r",
@@ -225,13 +225,13 @@ def model_asked(service, model):
         connection.close()
 
 
-def test_every_epoch_has_each_task_once_in_an_order_of_its_own():
+def test_every_epoch_has_all_tasks_in_new_order():
     def order(seed, name="sums"):
         with serving(lambda _: "42", count=6, seed=seed, name=name) as (ask, *_):
-            asked = [ask(number)["messages"][0]["content"] for number in range(18)]
+            questions = [ask(number)["messages"][0]["content"] for number in range(18)]
             held_out = [ask(n, held_out=True)["messages"][0]["content"] for n in range(2)]
         assert held_out == ["0: 6*7?", "1: 6*7?"]
-        return [tuple(asked[i : i + 6]) for i in (0, 6, 12)]
+        return [tuple(questions[i : i + 6]) for i in (0, 6, 12)]
 
     epochs = order(0)
     assert all(len(set(epoch)) == 6 for epoch in epochs) and len(set(epochs)) == 3
@@ -249,28 +249,31 @@ def test_every_epoch_has_each_task_once_in_an_order_of_its_own():
         ({"base_url": None}, "'base_url' is a required property"),
     ],
 )
-def test_what_a_service_cannot_take_it_says(body, words):
+def test_refuses_invalid_request(body, words):
     with serving() as (ask, *_), pytest.raises(ServerError) as caught:
         ask(**body)
     assert caught.value.status == 400 and words in str(caught.value)
 
 
-def test_a_service_without_its_orchestrator_says_so():
+def test_reports_missing_orchestrator():
     with serving() as (_, service, _):
         until(lambda: "no server answers" in health(service)["problem"])
-        found = health(service)
-    assert found["status"] == "ok" and not found["registered"]
+        status = health(service)
+    assert status["status"] == "ok" and not status["registered"]
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: made(loop=LoopConfig(timeout_s=10.0)), "an agent has 10 s and a rollout with"),
         (
-            lambda: made(loop=LoopConfig(max_turns=20, max_tokens=9, timeout_s=1.0)),
+            lambda: make_service(loop=LoopConfig(timeout_s=10.0)),
+            "an agent has 10 s and a rollout with",
+        ),
+        (
+            lambda: make_service(loop=LoopConfig(max_turns=20, max_tokens=9, timeout_s=1.0)),
             "task 'product-0' has .* max_tokens is 9",
         ),
-        (lambda: made(count=0), "sums has 0 tasks"),
+        (lambda: make_service(count=0), "sums has 0 tasks"),
         (lambda: ServiceConfig(name="a/b"), "name is 'a/b'"),
         (
             lambda: ServiceConfig(orchestrator="orchestrator:8100"),
@@ -297,18 +300,18 @@ def test_a_service_without_its_orchestrator_says_so():
         (lambda: outcome_from_json([]), "no outcome of a rollout"),
     ],
 )
-def test_services_refuse_what_is_out_of_range(make, words):
+def test_rejects_values_out_of_range(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def made(loop=LOOP, count=3):
+def make_service(loop=LOOP, count=3):
     config = service_config(NOWHERE, rollout_timeout_s=10.0)
     return AgentService(config, tasks(count), [], Toolbox({}), verify, TOKENIZER, loop)
 
 
-def test_its_rollouts_are_trained_on_as_the_gateway_kept_them():
-    """With an orchestrator, the real gateway, and an engine that says digits."""
+def test_records_equal_those_of_gateway():
+    """With an orchestrator, the real gateway, and an engine that writes digits."""
 
     async def even(task, attempt):
         return reward_without_verifier(attempt) or Reward(float(int(attempt.reply) % 2 == 0))

@@ -1,5 +1,4 @@
-"""Control groups of version 2, in a tree of folders that obeys its rules; those of version 1 hold the sandboxes of other
-tests."""
+"""Control groups of version 2, in a tree of folders that obeys its rules. Version 1 is covered by the sandbox tests."""
 
 import asyncio
 import os
@@ -28,9 +27,9 @@ LIMITS = {"memory_bytes": 2**28, "processes": 100, "cpus": 0.5}
 
 
 class Tree:
-    """What the kernel does when a group is made, written to and removed (Documentation/admin-guide/cgroup-v2.rst).
+    """Model of the kernel when a group is made, written or removed (Documentation/admin-guide/cgroup-v2.rst).
 
-    kills: whether it knows cgroup.kill, as from Linux 5.14 on.
+    kills: True if it has cgroup.kill, as Linux has since 5.14.
     """
 
     def __init__(self, top: pathlib.Path, controllers: str = "cpu memory pids", kills: bool = True):
@@ -39,12 +38,12 @@ class Tree:
         self.fill(top, controllers)
 
     def fill(self, folder, controllers):
-        given = {"cgroup.controllers": controllers, **FILES[""]}
+        contents = {"cgroup.controllers": controllers, **FILES[""]}
         if self.kills and folder != self.top:
-            given["cgroup.kill"] = ""
+            contents["cgroup.kill"] = ""
         for name in controllers.split() if folder != self.top else ():
-            given |= FILES[name]
-        for name, text in given.items():
+            contents |= FILES[name]
+        for name, text in contents.items():
             (folder / name).write_text(text)
 
     def make(self, parent, name):
@@ -61,7 +60,7 @@ class Tree:
             wanted = [name.removeprefix("+") for name in value.split()]
             offered = (folder / "cgroup.controllers").read_text().split()
             full = (folder / "cgroup.procs").read_text() and folder != self.top
-            # Of all groups but the kernel's first: who holds processes gives no controllers on.
+            # Except for the kernel's root, a group with processes delegates no controllers.
             if full or not set(wanted) <= {*offered}:
                 return False
             value = " ".join(wanted)
@@ -74,7 +73,7 @@ class Tree:
         return True
 
     def read(self, file):
-        """A process that is dead is in no group."""
+        """Returns the text of a file; dead processes are in no group."""
         text = file.read_text() if file.exists() else ""
         if file.name == "cgroup.procs":
             return "".join(f"{pid}\n" for pid in text.split() if is_alive(int(pid)))
@@ -101,100 +100,100 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """Makes a tree in which this process is in a group, and has the code see it in place of the machine's."""
+    """Returns a function that makes a tree with this process in a group, and uses it in place of the machine's."""
 
-    def made(own: str = "", **options) -> tuple[Tree, pathlib.Path]:
+    def make_tree(path: str = "", **options) -> tuple[Tree, pathlib.Path]:
         tree = Tree(tmp_path / "unified", **options)
         folder = tree.top
-        for name in filter(None, own.split("/")):
+        for name in filter(None, path.split("/")):
             folder = tree.make(folder, name)
         (folder / "cgroup.procs").write_text(f"{os.getpid()}\n")
         proc = tmp_path / "proc"
         proc.mkdir()
-        (proc / "cgroup").write_text(f"0::/{own}\n")
+        (proc / "cgroup").write_text(f"0::/{path}\n")
         (proc / "mountinfo").write_text(
             "22 1 0:20 / /proc rw,nosuid - proc proc rw\n"
             f"30 23 0:26 / {tree.top} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
         )
-        found = cgroups.hierarchies(proc)
-        monkeypatch.setattr(cgroups, "hierarchies", lambda: found)
+        hierarchies = cgroups.hierarchies(proc)
+        monkeypatch.setattr(cgroups, "hierarchies", lambda: hierarchies)
         for name in ("make_group", "write_file", "read_file", "remove_group"):
             monkeypatch.setattr(cgroups, name, getattr(tree, name.partition("_")[0]))
         return tree, folder
 
-    return made
+    return make_tree
 
 
 def groups_below(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.rglob("glm5_jax-*"))
 
 
-def said(folder: pathlib.Path, *names: str) -> list[str]:
+def read_files(folder: pathlib.Path, *names: str) -> list[str]:
     return [(folder / name).read_text() for name in names]
 
 
-def test_a_sandbox_stands_beside_the_group_that_holds_processes(tree):
-    """That one cannot give controllers on."""
-    made, own = tree("system.slice/run.service")
-    made.write(made.top, "cgroup.subtree_control", "+cpu +memory +pids")
-    made.fill(made.top / "system.slice", "cpu memory pids")
+def test_makes_group_next_to_group_with_processes(tree):
+    """A group with processes cannot delegate controllers."""
+    hierarchy, current = tree("system.slice/run.service")
+    hierarchy.write(hierarchy.top, "cgroup.subtree_control", "+cpu +memory +pids")
+    hierarchy.fill(hierarchy.top / "system.slice", "cpu memory pids")
     groups = Groups(**LIMITS)
     assert groups.limits == dict.fromkeys(("memory", "pids", "cpu"), "cgroup v2")
-    [folder] = groups_below(made.top)
-    assert folder.parent == own.parent and not groups_below(own)
+    [folder] = groups_below(hierarchy.top)
+    assert folder.parent == current.parent and not groups_below(current)
     files = "memory.max", "memory.swap.max", "pids.max", "cpu.max"
-    assert said(folder, *files) == [str(2**28), "0", "100", "50000 100000"]
+    assert read_files(folder, *files) == [str(2**28), "0", "100", "50000 100000"]
 
 
-def test_a_group_without_processes_is_the_place(tree):
-    made, own = tree("work")
-    made.write(made.top, "cgroup.subtree_control", "+cpu +memory +pids")
-    made.fill(own, "cpu memory pids")
-    assert Groups(**LIMITS).limits and groups_below(made.top)[0].parent == own
-    assert said(own, "cgroup.subtree_control") == ["cpu memory pids"]
+def test_makes_group_inside_group_without_processes(tree):
+    hierarchy, current = tree("work")
+    hierarchy.write(hierarchy.top, "cgroup.subtree_control", "+cpu +memory +pids")
+    hierarchy.fill(current, "cpu memory pids")
+    assert Groups(**LIMITS).limits and groups_below(hierarchy.top)[0].parent == current
+    assert read_files(current, "cgroup.subtree_control") == ["cpu memory pids"]
 
 
-def test_without_processors_to_share_out_the_rest_is_limited(tree):
-    made, _ = tree(controllers="memory pids")
+def test_limits_memory_and_processes_without_cpu_controller(tree):
+    hierarchy, _ = tree(controllers="memory pids")
     groups = Groups(**LIMITS)
     assert groups.limits == {"memory": "cgroup v2", "pids": "cgroup v2"}
-    [folder] = groups_below(made.top)
+    [folder] = groups_below(hierarchy.top)
     assert not (folder / "cpu.max").exists()
 
 
 @pytest.mark.parametrize("controllers", ["", "cpu", "cpu memory", "cpu pids"])
-def test_where_what_matters_cannot_be_limited_nothing_is_left(tree, controllers):
-    made, _ = tree("a/b", controllers=controllers)
+def test_leaves_no_group_without_required_controllers(tree, controllers):
+    hierarchy, _ = tree("a/b", controllers=controllers)
     groups = Groups(**LIMITS)
     assert groups.limits == {} and groups.command() is None and groups.procs_files(None) == []
-    assert groups_below(made.top) == [] and groups.memory_kills() == 0
+    assert groups_below(hierarchy.top) == [] and groups.memory_kills() == 0
 
 
-def test_where_others_may_limit_memory_alone_nothing_is_left(tree):
-    made, _ = tree("a")
-    made.write(made.top, "cgroup.subtree_control", "+memory")
-    (made.top / "cgroup.controllers").write_text("memory")
-    assert Groups(**LIMITS).limits == {} and groups_below(made.top) == []
+def test_leaves_no_group_if_only_memory_is_delegated(tree):
+    hierarchy, _ = tree("a")
+    hierarchy.write(hierarchy.top, "cgroup.subtree_control", "+memory")
+    (hierarchy.top / "cgroup.controllers").write_text("memory")
+    assert Groups(**LIMITS).limits == {} and groups_below(hierarchy.top) == []
 
 
-def test_in_a_container_whose_top_holds_its_processes_nothing_is_left(tree, monkeypatch):
-    """A container's top is none of the kernel's: it holds processes and gives nothing on."""
-    made, _ = tree()
-    made.top, top = pathlib.Path("/elsewhere"), made.top
+def test_leaves_no_group_in_container_with_processes_at_top(tree, monkeypatch):
+    """A container's top group is not the kernel's root: it has processes and delegates nothing."""
+    hierarchy, _ = tree()
+    hierarchy.top, top = pathlib.Path("/elsewhere"), hierarchy.top
     groups = Groups(**LIMITS)
     assert groups.limits == {} and groups_below(top) == []
 
 
-def test_commands_have_groups_of_their_own_within(tree):
-    made, _ = tree()
+def test_commands_have_separate_groups(tree):
+    hierarchy, _ = tree()
     groups = Groups(**LIMITS)
-    [folder] = groups_below(made.top)
+    [folder] = groups_below(hierarchy.top)
     one, two = groups.command(), groups.command()
     assert one.parent == two.parent == folder and one != two
-    # One hierarchy: who joins the command is in the sandbox.
+    # With one hierarchy, a process that joins the command's group is in the sandbox.
     assert groups.procs_files(one) == [str(one / "cgroup.procs")]
     for command in (one, two):
-        made.fill(command, "")
+        hierarchy.fill(command, "")
     (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
     assert groups.memory_kills() == 2
     (two / "cgroup.procs").write_text(f"{os.getpid()}\n")
@@ -204,60 +203,60 @@ def test_commands_have_groups_of_their_own_within(tree):
 
 
 @pytest.mark.parametrize("kills", [True, False])
-def test_a_command_is_ended_with_all_that_it_started(tree, kills, monkeypatch):
-    made, _ = tree(kills=kills)
+def test_ends_command_with_all_its_processes(tree, kills, monkeypatch):
+    hierarchy, _ = tree(kills=kills)
     one_by_one = []
-    monkeypatch.setattr(cgroups.os, "kill", lambda *given: one_by_one.append(given) or KILL(*given))
+    monkeypatch.setattr(cgroups.os, "kill", lambda *args: one_by_one.append(args) or KILL(*args))
     groups = Groups(**LIMITS)
     command = groups.command()
-    made.fill(command, "")
+    hierarchy.fill(command, "")
     started = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     try:
         (command / "cgroup.procs").write_text("".join(f"{child.pid}\n" for child in started))
         assert asyncio.run(groups.end(command, 5))
         assert [child.wait(60) for child in started] == [-signal.SIGKILL] * 3
         assert not (kills and one_by_one), "the kernel alone kills all at one moment"
-        assert asyncio.run(groups.remove(5)) == [] and groups_below(made.top) == []
+        assert asyncio.run(groups.remove(5)) == [] and groups_below(hierarchy.top) == []
     finally:
         for child in started:
             child.kill()
             child.wait()
 
 
-def test_none_goes_on_when_another_is_killed(tree, tmp_path, monkeypatch):
-    made, _ = tree(kills=False)
+def test_no_process_continues_while_group_is_killed(tree, tmp_path, monkeypatch):
+    hierarchy, _ = tree(kills=False)
     command = (groups := Groups(**LIMITS)).command()
-    made.fill(command, "")
-    # Time enough to go on.
-    monkeypatch.setattr(cgroups.os, "kill", lambda *given: KILL(*given) or time.sleep(0.1))
+    hierarchy.fill(command, "")
+    # Enough time for another process to continue.
+    monkeypatch.setattr(cgroups.os, "kill", lambda *args: KILL(*args) or time.sleep(0.1))
     text = f"sleep 60; echo > {tmp_path}/said; sleep 60"
     with subprocess.Popen(["sh", "-c", text]) as shell:
         inside = pathlib.Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
         while not (children := inside.read_text().split()):
             time.sleep(0.01)
-        # Numbers wrap round, so that a child may come before its parent.
+        # Numbers wrap around, so a child may have a lower number than its parent.
         (command / "cgroup.procs").write_text("\n".join([*children, str(shell.pid)]))
         assert asyncio.run(groups.end(command, 5))
     assert not (tmp_path / "said").exists() and shell.returncode == -signal.SIGKILL
 
 
-def test_groups_of_the_dead_are_swept_and_others_are_left(tree):
-    """Beside the group that holds processes, where those of sandboxes stand."""
-    made, own = tree("system.slice/run.service")
-    made.write(made.top, "cgroup.subtree_control", "+cpu +memory +pids")
-    made.fill(own.parent, "cpu memory pids")
+def test_removes_only_groups_of_dead_processes(tree):
+    """Next to the group of this process, where the groups of sandboxes are."""
+    hierarchy, current = tree("system.slice/run.service")
+    hierarchy.write(hierarchy.top, "cgroup.subtree_control", "+cpu +memory +pids")
+    hierarchy.fill(current.parent, "cpu memory pids")
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     mine = orphans.name_prefix()
-    dead = made.make(own.parent, mine.replace(f"-{os.getpid()}-", f"-{gone.pid}-") + "0")
-    alive = made.make(own.parent, f"{mine}of another thread")
-    (made.make(dead, "command-0") / "cgroup.procs").write_text("")
+    dead = hierarchy.make(current.parent, mine.replace(f"-{os.getpid()}-", f"-{gone.pid}-") + "0")
+    alive = hierarchy.make(current.parent, f"{mine}of another thread")
+    (hierarchy.make(dead, "command-0") / "cgroup.procs").write_text("")
     assert Groups(**LIMITS).limits
     assert not dead.exists() and alive.exists()
 
 
-def test_which_group_is_whose(tmp_path):
-    """Version 1 and 2 side by side; in a container the path may be the host's, which is not to be seen."""
+def test_finds_groups_of_each_version(tmp_path):
+    """Versions 1 and 2 together; in a container the path may be the host's, which is invisible."""
     for name in ("memory/own", "cpu", "unified/own"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "cgroup").write_text(

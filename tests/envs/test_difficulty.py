@@ -1,4 +1,4 @@
-"""Tasks are kept if the student rarely solves them and the teacher does."""
+"""Keeps tasks that the student rarely solves and the teacher solves."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from glm5_jax.envs.reasoning.difficulty import DifficultyConfig, Verdicts, keep_hard, read_verdicts
 from glm5_jax.rl.types import Task
 
-ASKED = ({"role": "user", "content": "?"},)
+MESSAGES = ({"role": "user", "content": "?"},)
 # Passes of 8 tries, by student and teacher.
 PASSES = {
     "never": (0, 0),
@@ -18,14 +18,14 @@ PASSES = {
     "odd": (3, 0),
 }
 TASKS = [
-    Task(id=name, kind="math" if len(name) < 5 else "science", messages=ASKED) for name in PASSES
+    Task(id=name, kind="math" if len(name) < 5 else "science", messages=MESSAGES) for name in PASSES
 ]
 STUDENT, TEACHER = ({name: Verdicts(p[i], 8) for name, p in PASSES.items()} for i in (0, 1))
 
 
-def test_what_is_hard_and_can_be_solved_is_kept_and_the_rest_told():
-    kept, report = keep_hard(TASKS, STUDENT, TEACHER)
-    assert [task.id for task in kept] == list(report.retained) == ["rarely", "edge"]
+def test_keeps_hard_solvable_tasks_and_reports_rest():
+    tasks, report = keep_hard(TASKS, STUDENT, TEACHER)
+    assert [task.id for task in tasks] == list(report.retained) == ["rarely", "edge"]
     assert report.too_easy == ("easy", "solved", "odd")
     assert report.unsolved == ("never",)
     assert [line.split() for line in str(report).splitlines()] == [
@@ -36,7 +36,7 @@ def test_what_is_hard_and_can_be_solved_is_kept_and_the_rest_told():
 
 
 @pytest.mark.parametrize(
-    ("config", "kept"),
+    ("config", "names"),
     [
         (DifficultyConfig(max_student_pass_rate=0.0), ["rarely"]),
         (DifficultyConfig(max_student_pass_rate=0.375), ["rarely", "edge", "easy"]),
@@ -44,11 +44,11 @@ def test_what_is_hard_and_can_be_solved_is_kept_and_the_rest_told():
         (DifficultyConfig(max_student_pass_rate=1.0), ["rarely", "edge", "easy", "solved"]),
     ],
 )
-def test_thresholds_are_those_of_the_config(config, kept):
-    assert [task.id for task in keep_hard(TASKS, STUDENT, TEACHER, config)[0]] == kept
+def test_uses_thresholds_of_config(config, names):
+    assert [task.id for task in keep_hard(TASKS, STUDENT, TEACHER, config)[0]] == names
 
 
-def test_verdicts_of_one_task_add_up(tmp_path):
+def test_adds_verdicts_of_one_task(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     lines = [("a", 1, 4), ("b", 0, 8), ("a", 2, 4)]
     path.write_text(
@@ -73,14 +73,14 @@ def test_verdicts_of_one_task_add_up(tmp_path):
         '{"task": 7, "passes": 1, "tries": 1}',
     ],
 )
-def test_what_is_no_verdict_is_named(tmp_path, line):
+def test_names_invalid_verdict(tmp_path, line):
     path = tmp_path / "verdicts.jsonl"
     path.write_text('{"task": "a", "passes": 1, "tries": 1}\n' + line + "\n")
     with pytest.raises(ValueError, match="verdicts.jsonl:2 is no verdict"):
         read_verdicts(path)
 
 
-def test_unknown_tasks_are_named():
+def test_names_unknown_tasks():
     more = {**STUDENT, **{f"new-{i}": Verdicts(1, 8) for i in range(7)}}
     with pytest.raises(
         ValueError, match="the student has verdicts on unknown tasks: new-0, .* new-4 and 2 more"
@@ -107,6 +107,6 @@ def test_unknown_tasks_are_named():
         ("min_tries", 0),
     ],
 )
-def test_thresholds_out_of_range_are_named(field, value):
+def test_names_threshold_out_of_range(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         DifficultyConfig(**{field: value})

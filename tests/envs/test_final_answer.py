@@ -1,4 +1,4 @@
-"""What replies claim: one answer, one letter, one program, in time that grows with the length alone."""
+"""Claims of replies: one answer, one letter, one program, found in linear time."""
 
 import time
 
@@ -37,7 +37,7 @@ from glm5_jax.envs.reasoning.final_answer import (
         ("\\boxed{}", ""),
     ],
 )
-def test_the_last_claim_of_the_strongest_form_counts(reply, answer):
+def test_takes_last_claim_of_strongest_form(reply, answer):
     assert final_answer(reply) == answer
 
 
@@ -55,7 +55,7 @@ def test_the_last_claim_of_the_strongest_form_counts(reply, answer):
         ("18.", "18"),
         ("18 fresh eggs", "18"),
         ("1.5e-3", "1.5 \\times 10^{-3}"),
-        # What changes the value, or is a list, stays.
+        # Text that changes the value, or a list, stays.
         ("5 million", "5 million"),
         ("5 pi", "5 pi"),
         ("50 percent", "50 percent"),
@@ -66,11 +66,11 @@ def test_the_last_claim_of_the_strongest_form_counts(reply, answer):
         ("5 x", "5 x"),
     ],
 )
-def test_a_number_loses_its_currency_commas_and_unit_and_nothing_else(written, number):
+def test_strips_currency_commas_and_unit_of_number(written, number):
     assert final_answer(f"\\boxed{{{written}}}") == number
 
 
-def test_an_answer_has_an_end():
+def test_rejects_endless_answer():
     assert final_answer("\\boxed{" + "1+" * MAX_CHARACTERS + "1}") == ""
 
 
@@ -82,7 +82,7 @@ def test_an_answer_has_an_end():
         "A) no\n\\boxed{B}", "The answer is B because A is wrong", "I took long.\nB", "A cell is small.\nAnswer: B",
     ],
 )  # fmt: skip
-def test_one_letter_is_claimed(reply):
+def test_finds_claimed_letter(reply):
     assert chosen_letter(reply, 4) == "B"
 
 
@@ -94,11 +94,11 @@ def test_one_letter_is_claimed(reply):
         "answer: Because", "A good one", "Answer: I think so", "\\boxed{B or (C)}", "\\boxed{F}", "Answer: B/C",
     ],
 )  # fmt: skip
-def test_no_letter_is_claimed_or_several(reply):
+def test_finds_no_letter_or_several(reply):
     assert chosen_letter(reply, 4) == ""
 
 
-def test_letters_go_as_far_as_the_choices():
+def test_letters_are_limited_by_choices():
     assert [chosen_letter("J", n) for n in (9, 10)] == ["", "J"]
 
 
@@ -113,11 +113,11 @@ def test_letters_go_as_far_as_the_choices():
         ("```python\nx = 1", ""),
     ],
 )
-def test_the_last_block_of_python_is_the_program(reply, code):
+def test_takes_last_python_block_as_program(reply, code):
     assert program(reply) == code
 
 
-def test_boxes_are_the_outermost():
+def test_finds_outermost_boxes():
     assert boxed_contents("\\boxed{a\\boxed{b}} } \\fbox{\\}c} \\boxed{{d}") == [
         "a\\boxed{b}",
         "\\}c",

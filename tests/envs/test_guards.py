@@ -1,4 +1,4 @@
-"""Guards: vectors by hand, and texts that look like faults but are none."""
+"""Guards: values by hand, and texts that look like faults but are not."""
 
 import random
 
@@ -7,11 +7,11 @@ from hypothesis import given, strategies as st
 
 from glm5_jax.envs.instructions.guards import language_mixing, length, repetition
 
-WORDS = [f"{a}{b}o" for a in "bcdfglmnprst" for b in "aeiou"]  # sixty different ones
+WORDS = [f"{a}{b}o" for a in "bcdfglmnprst" for b in "aeiou"]  # sixty different words
 
 
 def words(count, seed=0):
-    """So many words, no two neighbours of which come again."""
+    """Returns this many words without repeated neighbours."""
     return " ".join(f"{random.Random(f'{seed} {i}').choice(WORDS)}{i}" for i in range(count))
 
 
@@ -23,7 +23,7 @@ def test_length_falls_as_half_a_wave(size, value):
     assert length("a" * size, budget=100) == pytest.approx(value)
 
 
-def test_length_takes_slack_and_refuses_none():
+def test_length_uses_slack_and_rejects_zero():
     assert length("a" * 125, budget=100, slack=0.25) == pytest.approx(0)
     for budget, slack in ((0, 1.0), (10, 0.0)):
         with pytest.raises(ValueError, match=f"budget is {budget} and slack {slack}"):
@@ -31,7 +31,7 @@ def test_length_takes_slack_and_refuses_none():
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
-def test_longer_is_never_better(a, b):
+def test_length_guard_never_rises_with_length(a, b):
     a, b = sorted((a, b))
     assert length("x" * a, 100) >= length("x" * b, 100)
 
@@ -49,7 +49,7 @@ PHRASE = "one two three four five six seven eight nine ten and twelve. "
         ("a " * 15 + "bcdefghij " * 5, 1),
     ],
 )
-def test_repetition_by_hand(text, value):
+def test_repetition_equals_hand_computation(text, value):
     assert repetition(text) == pytest.approx(value)
 
 
@@ -80,22 +80,22 @@ LOOPS = {
     "Chinese": "我不知道应该怎么回答这个问题。" * 10,
     "Thai": "ฉันไม่รู้ว่าจะตอบอย่างไร" * 12,
     "in code": "```python\n" + "x = x + 1\n" * 200 + "```",
-    "in code that is not closed": "```\n" + "do it again and again " * 40,
+    "in unclosed code": "```\n" + "do it again and again " * 40,
     "in a table": "|a|b|\n|---|---|\n" + "|one|two|\n" * 200,
     "capitals": "".join(
         random.Random(i).choice((c.upper(), c))
         for i, c in enumerate("let us go on and on again " * 40)
     ),
-    "signs behind words": "".join(
+    "signs after words": "".join(
         f"{word}{random.Random(i).choice('.,;!?')} "
         for i, word in enumerate("go on and on".split() * 60)
     ),
-    "behind code": "```\nx = 1\n```\n" + "I cannot say more than this about it. " * 20,
+    "after code": "```\nx = 1\n```\n" + "I cannot say more than this about it. " * 20,
 }
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_are_found(name):
+def test_detects_loops(name):
     assert repetition(LOOPS[name]) < 0.2
 
 
@@ -134,7 +134,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_rightly_repeats_is_no_loop(name):
+def test_accepts_legitimate_repetition(name):
     assert repetition(FINE[name]) == 1
 
 
@@ -158,13 +158,13 @@ EN = "Tell me how a person's memory works."
         ("a" * 99 + "ж", EN, 1),
         ("Она хранит следы.", EN, 0),
         ("It keeps traces.", RU, 0),
-        # 3 of 10 letters Latin: borrowed; 5 of 10: 0.2 beyond
+        # 3 of 10 letters are Latin: borrowed; 5 of 10: 0.2 more than allowed
         ("abc следыот", RU, 1),
         ("abcd следыо", RU, 1 - (0.1 - 0.01) / 0.19),
         ("记忆 следыотд", RU, 0),
     ],
 )
-def test_mixing_by_hand(text, prompt, value):
+def test_mixing_equals_hand_computation(text, prompt, value):
     assert language_mixing(text, prompt) == pytest.approx(value)
 
 
@@ -200,18 +200,18 @@ def test_every_constant_of_mixing_counts():
         ("", RU),
     ],
 )
-def test_what_was_asked_for_is_no_mixing(text, prompt):
+def test_accepts_requested_languages(text, prompt):
     assert language_mixing(text, prompt) == 1
 
 
 @pytest.mark.parametrize(
     ("text", "prompt"),
     [
-        ("```\nПамять хранит следы всего.", EN),  # a fence that is not closed hides nothing
+        ("```\nПамять хранит следы всего.", EN),  # an open fence hides nothing
         ("Memory keeps 痕迹 of 一切 that 发生", EN),
         ("Память keeps the traces of all events", "Что такое память в Python?"),
         ("Пaмять and memory are stored in the brain somewhere", RU),
     ],
 )
-def test_what_nobody_asked_for_is(text, prompt):
+def test_detects_unrequested_languages(text, prompt):
     assert language_mixing(text, prompt) < 0.5

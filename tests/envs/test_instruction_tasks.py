@@ -1,4 +1,4 @@
-"""Demands that are made up: what is asked is what is checked, and can be kept."""
+"""Generated constraints: the checked constraints are those of the text, and can be followed."""
 
 import asyncio
 import itertools
@@ -13,17 +13,17 @@ CONFIG = ConstraintTaskConfig(size=400, max_constraints=3, held_out_fraction=0.2
 
 
 def willing(task):
-    """A reply that does as the sentences say, which it reads as a person would."""
-    asked = task.messages[-1]["content"]
-    said = [word for word in WORDS if f'Say "{word}".' in asked]
+    """Returns a reply that follows the sentences of the task, read as a person would read them."""
+    text = task.messages[-1]["content"]
+    required = [word for word in WORDS if f'Say "{word}".' in text]
     count = next(
-        (n for n in range(20, 0, -1) if f"at least {n} words" in asked),
-        next((n - 1 for n in range(1, 21) if f"fewer than {n} words" in asked), 3),
+        (n for n in range(20, 0, -1) if f"at least {n} words" in text),
+        next((n - 1 for n in range(1, 21) if f"fewer than {n} words" in text), 3),
     )
-    return " ".join([*said, *["Ay"] * (count - len(said))])
+    return " ".join([*required, *["Ay"] * (count - len(required))])
 
 
-def test_all_demands_of_a_task_can_be_kept_together():
+def test_all_constraints_of_task_can_be_followed():
     kinds = set()
     for task in tasks(CONFIG):
         demands = instructions(task.data)
@@ -33,12 +33,12 @@ def test_all_demands_of_a_task_can_be_kept_together():
     assert len(kinds) == 4
 
 
-def test_who_does_as_asked_is_worth_one_and_who_says_nothing_nothing_each_time():
+def test_rewards_only_replies_that_follow_constraints():
     def worth(task, *messages, **ended):
         attempt = Attempt(messages=messages, **ended)
-        found = [asyncio.run(Instructions()(task, attempt)) for _ in range(2)]
-        assert found[0] == found[1]
-        return found[0].value
+        rewards = [asyncio.run(Instructions()(task, attempt)) for _ in range(2)]
+        assert rewards[0] == rewards[1]
+        return rewards[0].value
 
     for task in tasks(CONFIG):
         reply = {"role": "assistant", "content": willing(task)}
@@ -61,30 +61,32 @@ def test_who_does_as_asked_is_worth_one_and_who_says_nothing_nothing_each_time()
         ('Do not say "my".', "Ay My"),
     ],
 )
-def test_each_demand_can_be_broken(demand, reply):
-    found = [task for task in tasks(CONFIG) if demand in task.messages[-1]["content"]]
-    assert found
-    for task in found:
+def test_each_constraint_can_be_broken(demand, reply):
+    matching = [task for task in tasks(CONFIG) if demand in task.messages[-1]["content"]]
+    assert matching
+    for task in matching:
         assert not all(one.is_followed(reply) for one in instructions(task.data))
 
 
-def test_the_sides_are_apart_and_tasks_depend_on_config_and_number_alone():
+def test_splits_are_disjoint_and_tasks_reproducible():
     sides = [list(tasks(CONFIG, evaluation=side)) for side in (False, True)]
-    said = [{task.messages[0]["content"] + task.id for task in side} for side in sides]
-    assert all(sides) and not said[0] & said[1]
+    texts = [{task.messages[0]["content"] + task.id for task in side} for side in sides]
+    assert all(sides) and not texts[0] & texts[1]
     longer = ConstraintTaskConfig(size=800, max_constraints=3, held_out_fraction=0.2)
     assert list(tasks(longer))[: len(sides[0])] == sides[0]
     other = ConstraintTaskConfig(size=400, max_constraints=3, seed=1, held_out_fraction=0.2)
     assert [t.data for t in tasks(other)] != [t.data for t in sides[0]]
 
 
-def test_long_speeches_are_left_out():
+def test_leaves_out_long_speeches():
     short = list(tasks(ConstraintTaskConfig(size=400, max_characters=60)))
-    whole = {task.id: task for task in tasks(ConstraintTaskConfig(size=400))}
-    assert 0 < len(short) < len(whole) and all(whole[task.id] == task for task in short)
+    all_tasks = {task.id: task for task in tasks(ConstraintTaskConfig(size=400))}
+    assert 0 < len(short) < len(all_tasks) and all(all_tasks[task.id] == task for task in short)
 
 
-@pytest.mark.parametrize("most", [0, 4])
-def test_numbers_out_of_range_are_refused(most):
-    with pytest.raises(ValueError, match=f"max_constraints is {most}; it must be from 1 to 3"):
-        ConstraintTaskConfig(max_constraints=most)
+@pytest.mark.parametrize("max_constraints", [0, 4])
+def test_rejects_numbers_out_of_range(max_constraints):
+    with pytest.raises(
+        ValueError, match=f"max_constraints is {max_constraints}; it must be from 1 to 3"
+    ):
+        ConstraintTaskConfig(max_constraints=max_constraints)

@@ -1,4 +1,4 @@
-"""Every kind of instruction has replies that keep it and near misses that do not."""
+"""Every kind of instruction has replies that follow it, and near misses."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ from glm5_jax.rl.types import Attempt, Task
 
 AT_LEAST, LESS = RELATIONS
 
-# Kind, arguments, replies that keep the instruction, near misses.
+# Kind, arguments, replies that follow the instruction, near misses.
 VECTORS = [
     (
         "keywords:existence", {"keywords": ["river", "C++"]}, ["The RIVER runs on c++.", "C++ has no riverbank."],
@@ -94,7 +94,7 @@ VECTORS = [
             "Hi.\n\nWeekends are good",
             "Hi.\n\n*Weekend*",
             "a\n\nWeekend\n\nc",
-            "\n\n\n\nHi.\n\nWeekend",  # of all the second is empty
+            "\n\n\n\nHi.\n\nWeekend",  # the second paragraph is empty
         ],
     ),
     (
@@ -176,7 +176,7 @@ VECTORS = [
 @pytest.mark.parametrize(
     ("kind", "arguments", "keeps", "breaks"), VECTORS, ids=lambda v: str(v)[:40]
 )
-def test_replies_that_keep_it_and_near_misses(kind, arguments, keeps, breaks):
+def test_distinguishes_replies_from_near_misses(kind, arguments, keeps, breaks):
     one = VerifiableInstruction(kind, arguments)
     assert [reply for reply in keeps if not one.is_followed(reply)] == []
     assert [reply for reply in breaks if one.is_followed(reply)] == []
@@ -202,16 +202,16 @@ def test_every_kind_has_vectors():
         ("... !? .", 0),
     ],
 )
-def test_sentences(text, count):
+def test_counts_sentences(text, count):
     assert count_sentences(text) == count
 
 
-def test_words_in_capitals():
+def test_counts_words_in_capitals():
     assert count_capital_words("THE Usa's NASA's. A--B C—D x_Y 42 I'M AT&T") == 9
 
 
 @given(st.lists(st.text("ab-* \n", max_size=6), max_size=8))
-def test_bullets_are_lines(lines):
+def test_counts_lines_as_bullets(lines):
     lines = [line.replace("\n", "") for line in lines]
     want = sum(
         line.strip()[:1] == "-"
@@ -223,7 +223,7 @@ def test_bullets_are_lines(lines):
 
 
 @given(st.integers(0, 30), st.integers(0, 30))
-def test_one_relation_is_the_opposite_of_the_other(count, threshold):
+def test_relations_are_opposites(count, threshold):
     text = "word " * count
     at_least = has_words(text, threshold, AT_LEAST)
     assert at_least == (count >= threshold) and at_least != has_words(text, threshold, LESS)
@@ -236,7 +236,7 @@ def test_one_relation_is_the_opposite_of_the_other(count, threshold):
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-def test_all_json_is_json_but_cut_off(value):
+def test_recognises_complete_json(value):
     text = json.dumps(value)
     assert is_json(text) and is_json(f"```json\n{text}\n```")
     if text[-1] in '"}]':
@@ -244,7 +244,7 @@ def test_all_json_is_json_but_cut_off(value):
 
 
 @given(st.text())
-def test_no_text_breaks_a_checker(text):
+def test_checkers_accept_any_text(text):
     for kind, arguments, *_ in VECTORS:
         assert VerifiableInstruction(kind, arguments).is_followed(text) in (True, False)
 
@@ -313,12 +313,12 @@ def test_checks_long_replies_in_linear_time(size):
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_refused(kind, arguments, message):
+def test_rejects_invalid_instruction(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
         VerifiableInstruction(kind, arguments)
 
 
-def test_arguments_of_none_are_left_out():
+def test_drops_arguments_that_are_none():
     one = VerifiableInstruction("startend:quotation", {"num_words": None, "relation": None})
     assert one.is_followed('"yes"') and one.arguments == {}
 
@@ -331,11 +331,13 @@ ROW = {
 }
 
 
-def test_a_row_is_a_task():
-    made = task(ROW)
-    assert (made.id, made.kind) == ("ifeval-7", "instructions")
-    assert made.messages == ({"role": "user", "content": ROW["prompt"]},)
-    assert instructions(made.data) == tuple(map(VerifiableInstruction, ROW["instruction_id_list"]))
+def test_reads_row_as_task():
+    row_task = task(ROW)
+    assert (row_task.id, row_task.kind) == ("ifeval-7", "instructions")
+    assert row_task.messages == ({"role": "user", "content": ROW["prompt"]},)
+    assert instructions(row_task.data) == tuple(
+        map(VerifiableInstruction, ROW["instruction_id_list"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ def test_a_row_is_a_task():
         ({"instruction_id_list": ["a", "b"]}, "instruction is 'a'"),
     ],
 )
-def test_a_row_that_asks_for_nothing_is_refused(change, message, tmp_path):
+def test_rejects_row_without_instructions(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         task(ROW | change)
     path = tmp_path / "rows.jsonl"
@@ -357,7 +359,7 @@ def test_a_row_that_asks_for_nothing_is_refused(change, message, tmp_path):
         list(tasks(path))
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
+def test_names_line_that_is_no_json(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("[1]\n")
     with pytest.raises(ValueError, match="line 1: the row has no prompt"):
@@ -367,17 +369,17 @@ def test_a_line_that_is_no_json_is_named(tmp_path):
         list(tasks(path))
 
 
-def test_the_shipped_prompts_ask_for_every_kind():
+def test_shipped_prompts_have_every_kind():
     shipped = list(tasks())
     assert SHIPPED.name == "ifeval.jsonl" and len(shipped) == 271
     assert len({task.id for task in shipped}) == 271
-    asked = [one for task in shipped for one in instructions(task.data)]
-    assert {one.kind for one in asked} == set(KINDS) and len(asked) == 427
+    all_instructions = [one for task in shipped for one in instructions(task.data)]
+    assert {one.kind for one in all_instructions} == set(KINDS) and len(all_instructions) == 427
 
 
-def test_a_prompt_s_own_arguments_can_be_kept():
-    """Of the shipped prompts, the replies that their arguments spell out."""
-    made = {
+def test_shipped_prompts_can_be_followed():
+    """The replies consist of the arguments of the shipped prompts."""
+    builders = {
         "keywords:existence": lambda a: " ".join(a["keywords"]),
         "keywords:frequency": lambda a: (
             f"{a['keyword']} " * (a["frequency"] - (a["relation"] == LESS)) + "."
@@ -406,14 +408,14 @@ def test_a_prompt_s_own_arguments_can_be_kept():
     tried = 0
     for prompt in tasks():
         for one in instructions(prompt.data):
-            if one.kind in made:
-                reply = made[one.kind](one.arguments)
+            if one.kind in builders:
+                reply = builders[one.kind](one.arguments)
                 assert one.is_followed(reply), (one, reply[:200])
                 tried += 1
     assert tried > 200
 
 
-def test_loose_reads_without_first_and_last_line_and_stars():
+def test_loose_mode_drops_outer_lines_and_stars():
     assert readings("a*\nb\n\n*c") == [
         "a*\nb\n\n*c", "b\n\n*c", "a*\nb", "b", "a\nb\n\nc", "b\n\nc", "a\nb", "b",
     ]  # fmt: skip
@@ -421,30 +423,30 @@ def test_loose_reads_without_first_and_last_line_and_stars():
     for reply in ('Sure:\n"a b"', '"a b"\nAnything else?', 'Sure:\n"a b"\nBye', '**"a b"**'):
         assert quoted.is_followed(reply, loose=True) and not quoted.is_followed(reply)
     assert not quoted.is_followed('Sure: "a b"', loose=True)
-    # Each line alone would keep both; what is empty after a cut keeps nothing.
+    # Each line by itself would follow both; an empty rest follows nothing.
     assert not VerifiableInstruction("punctuation:no_comma").is_followed(",", loose=True)
 
 
-def judged(verifier, task, reply, **attempt):
-    said = ({"role": "assistant", "content": reply},)
-    return asyncio.run(verifier(task, Attempt(messages=said, **attempt)))
+def reward_of(verifier, task, reply, **attempt):
+    messages = ({"role": "assistant", "content": reply},)
+    return asyncio.run(verifier(task, Attempt(messages=messages, **attempt)))
 
 
-def test_the_reward_is_all_or_a_share():
-    made = task(ROW)
+def test_rewards_all_or_share():
+    row_task = task(ROW)
     half = {"punctuation:no_comma": 1.0, "startend:quotation": 0.0}
-    assert judged(Instructions(), made, '"hi"').value == 1
-    got = judged(Instructions(), made, "hi")
+    assert reward_of(Instructions(), row_task, '"hi"').value == 1
+    got = reward_of(Instructions(), row_task, "hi")
     assert got.value == 0 and got.parts == half
-    got = judged(Instructions("share"), made, "hi")
+    got = reward_of(Instructions("share"), row_task, "hi")
     assert got.value == 0.5 and got.parts == half
-    assert judged(Instructions(loose=True), made, 'Sure\n"hi"').value == 1
-    assert judged(Instructions("share"), made, "").value == 0
+    assert reward_of(Instructions(loose=True), row_task, 'Sure\n"hi"').value == 1
+    assert reward_of(Instructions("share"), row_task, "").value == 0
     with pytest.raises(ValueError, match="reward is 'some'; use one of all, share"):
         Instructions("some")
 
 
-def test_the_same_kind_twice_makes_two_parts():
+def test_repeated_kind_has_two_parts():
     twice = task(
         ROW
         | {
@@ -455,30 +457,30 @@ def test_the_same_kind_twice_makes_two_parts():
             ],
         }
     )
-    got = judged(Instructions("share"), twice, "war war")
+    got = reward_of(Instructions("share"), twice, "war war")
     assert got.parts == {"keywords:frequency": 1.0, "keywords:frequency.1": 0.0}
     assert got.value == 0.5
 
 
-def test_what_the_policy_did_not_do_is_no_zero():
-    got = judged(Instructions(), task(ROW), '"hi"', finish_reason="failed", error="engine died")
+def test_failed_attempt_gives_no_reward():
+    got = reward_of(Instructions(), task(ROW), '"hi"', finish_reason="failed", error="engine died")
     assert got.value is None and got.error == "engine died"
     broken = Task(id="x", kind="instructions", messages=task(ROW).messages, data={"kwargs": []})
-    got = judged(Instructions(), broken, '"hi"')
+    got = reward_of(Instructions(), broken, '"hi"')
     assert got.value is None and "instruction_id_list is None" in got.error
 
 
-def test_who_never_ends_keeps_nothing():
-    """Many words are asked of some."""
-    got = judged(Instructions(), task(ROW), '"hi"', finish_reason="length")
+def test_truncated_reply_scores_zero():
+    """Some instructions require many words."""
+    got = reward_of(Instructions(), task(ROW), '"hi"', finish_reason="length")
     assert (got.value, got.error) == (0.0, "the attempt was cut off")
 
 
-def test_accuracy_by_prompt_and_by_instruction():
-    """By hand: four prompts of two instructions; strictly kept are 2, 1, 1, 0 of them, loosely 2, 2, 1, 0."""
-    made = task(ROW)
+def test_computes_accuracy_by_prompt_and_instruction():
+    """Four prompts of two instructions follow strictly 2, 1, 1, 0 of them, and loosely 2, 2, 1, 0."""
+    row_task = task(ROW)
     replies = ['"hi"', 'Sure\n"hi"', "hi", "a, b"]
-    got = accuracy((made, reply) for reply in replies)
+    got = accuracy((row_task, reply) for reply in replies)
     assert got == Accuracy(1 / 4, 4 / 8, 2 / 4, 5 / 8)
     with pytest.raises(ValueError, match="give at least one"):
         accuracy([])

@@ -1,4 +1,4 @@
-"""Languages and scripts are told apart on short texts."""
+"""Detects languages and scripts of short texts."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from glm5_jax.envs.instructions.languages import (
     words_of,
 )
 
-# Two of each, written for this test: everyday prose, without names that give it away.
+# Two texts of each language, written for this test: everyday prose without telling names.
 TEXTS = {
     "ar": ("ذهبت إلى السوق في الصباح واشتريت الخبز.", "هذا الكتاب جميل جدا ولكن لا أعرف من كتبه."),
     "bg": ("Утре ще отидем на пазар, защото няма хляб.", "Тази книга е много хубава и аз я чета."),
@@ -53,32 +53,32 @@ def test_every_language_has_texts():
 
 
 @pytest.mark.parametrize("code", NAMES)
-def test_a_text_is_in_its_language_and_in_no_other(code):
+def test_detects_only_language_of_text(code):
     for text in TEXTS[code]:
         assert [other for other in NAMES if may_be(text, other)] == [code], score_languages(text)
 
 
 @pytest.mark.parametrize("code", NAMES)
-def test_capitals_and_markup_change_nothing(code):
+def test_ignores_capitals_and_markup(code):
     text = "# 1.\n" + "\n".join(f"* **{text}** 3/4" for text in TEXTS[code])
     for cased in (text.upper(), text.lower()):
         assert [other for other in NAMES if may_be(cased, other)] == [code]
 
 
-def test_the_language_of_most_letters_counts():
+def test_takes_language_of_most_letters():
     hindi = "यह किताब बहुत अच्छी है और मैं इसे पढ़ता हूँ।"
     assert may_be(f"{hindi} (Mumbai)", "hi")
     assert not may_be(f"Here is what you asked for, as a whole sentence: {hindi}", "hi")
 
 
-def test_characters_are_denser_than_letters():
+def test_weighs_characters_above_letters():
     assert may_be("この本はFrankensteinという。", "ja") and may_be(
         "이 책은 Frankenstein 입니다.", "ko"
     )
     assert may_be("这家公司叫「味の素」，它生产调味料。", "zh")  # a name in kana
 
 
-def test_what_says_nothing_is_any_language():
+def test_text_without_words_may_be_any_language():
     for text in ("", "3 + 4 = 7", "!!!", "😀"):
         assert score_languages(text) == {} and may_be(text, "en") and may_be(text, "hi")
     assert may_be("Xyz", "en") and may_be("Xyz", "fi") and not may_be("Xyz", "ru")
@@ -87,12 +87,12 @@ def test_what_says_nothing_is_any_language():
     )  # of no language here
 
 
-def test_a_language_that_is_not_known_is_refused():
+def test_rejects_unknown_language():
     with pytest.raises(ValueError, match="language is 'tlh'; use one of en, es"):
         may_be("", "tlh")
 
 
-def test_scripts_of_letters():
+def test_finds_scripts_of_letters():
     assert [script(c) for c in "aЖ漢か가هि"] == (
         "LATIN CYRILLIC CJK HIRAGANA HANGUL ARABIC DEVANAGARI".split()
     )
@@ -105,6 +105,6 @@ def test_scripts_of_letters():
     assert all(scripts_of_language(code) for code in NAMES)
 
 
-def test_words_keep_their_signs():
+def test_words_keep_combining_signs():
     assert words_of("हिन्दी में।") == ["हिन्दी", "में"]
     assert words_of("Don't 3x cafe\u0301_b") == ["Don", "t", "x", "café", "b"]

@@ -1,4 +1,4 @@
-"""Answers whose brackets nest deeply: wrong at once, where a parser would take the whole time of a comparison."""
+"""Deeply nested answers: wrong without parsing, which would take the full time of a comparison."""
 
 import asyncio
 import time
@@ -42,8 +42,8 @@ def test_measures_nesting(formula, levels):
     ],
     ids=["round", "curly", "square", "calls", "powers", "left and right", "not closed"],
 )
-def test_decides_a_deeply_nested_answer_without_a_comparison(answer):
-    # Starting a process that compares would take longer than is allowed here.
+def test_rejects_deeply_nested_answer_without_comparison(answer):
+    # Starting a process that compares would exceed the time limit.
     with MathVerifier(VerifierConfig(timeout_s=200, math_timeout_s=0.01)) as verifier:
         attempt = Attempt(messages=({"role": "assistant", "content": f"Answer: {answer}"},))
         began = time.process_time()

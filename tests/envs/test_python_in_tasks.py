@@ -20,26 +20,26 @@ def names_of(task):
     ("kind", "others"),
     [("products", ["calculate"]), ("musique", ["search", "open", "find"]), ("worlds", ["search", "open", "find"])],
 )  # fmt: skip
-def test_offers_python_where_a_config_says_so(kind, others):
+def test_offers_python_by_config(kind, others):
     config = TaskConfig(kind=kind, size=3)
     assert names_of(next(tasks(config))) == others
     assert names_of(next(tasks(dataclasses.replace(config, python=True)))) == [*others, "python"]
 
 
 @pytest.mark.parametrize("kind", ["addition", "gsm8k", "choices", "mbpp"])
-def test_refuses_python_where_a_kind_has_no_tools(kind):
+def test_refuses_python_for_kind_without_tools(kind):
     with pytest.raises(ValueError, match=f"python is true, and {kind} has no tools; only .* tir and search"):  # fmt: skip
         TaskConfig(kind=kind, python=True)
 
 
 @pytest.mark.parametrize("shares", [rl_reasoning.ALL, rl_agentic.ALL])
-def test_offers_python_to_all_that_have_tools_at_full_size(shares):
+def test_full_size_tool_tasks_offer_python(shares):
     for share in shares:
         has_tools = share.tasks.domain in ("tir", "search")
         assert share.tasks.python == has_tools
 
 
-def test_answers_a_program_of_a_task(isolation):
+def test_answers_program_of_task(isolation):
     [task] = tasks(
         TaskConfig(kind="products", size=1, digits=6, held_out_fraction=0.0, python=True)
     )
@@ -58,7 +58,7 @@ def test_answers_a_program_of_a_task(isolation):
         assert asyncio.run(verifier(task, Attempt(messages=messages))).value == 1
 
 
-def test_refuses_tasks_with_python_where_no_sandbox_starts(tmp_path, monkeypatch):
+def test_refuses_tasks_with_python_without_sandbox(tmp_path, monkeypatch):
     box = pytest.importorskip("glm5_jax.envs.sandbox.sandbox")
     monkeypatch.setattr(box, "PATH", str(tmp_path))
     config = TaskConfig(kind="products", size=3)

@@ -1,4 +1,4 @@
-"""The tool that runs programs: what it answers, that it keeps its limits, and whose fault is what."""
+"""The tool that runs programs: its answers, its limits, and failures of policy and environment."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ def answer(tool, code="print(1)"):
 
 
 @pytest.mark.parametrize(
-    ("result", "told"),
+    ("result", "expected"),
     [
         ((0, b"1\n", b""), "1"),
         ((0, b"", b"a warning"), ""),
@@ -49,28 +49,28 @@ def answer(tool, code="print(1)"):
         ((0, b"a\xff", b""), "a\N{REPLACEMENT CHARACTER}"),
     ],
 )
-def test_what_a_program_did_is_told(result, told):
-    assert answer(giving(*result)) == told
+def test_reports_result_of_program(result, expected):
+    assert answer(giving(*result)) == expected
 
 
-def test_of_much_the_beginning_and_the_end():
-    told = answer(giving(1, b"0123456789" * 9, b"x" * 90, max_characters=7))
-    assert told == "0123\n[...]\n789\nError: xxxx\n[...]\nxxx"
+def test_shortens_long_output():
+    text = answer(giving(1, b"0123456789" * 9, b"x" * 90, max_characters=7))
+    assert text == "0123\n[...]\n789\nError: xxxx\n[...]\nxxx"
 
 
-def test_what_is_no_program_is_not_run():
+def test_rejects_code_that_is_no_text():
     tool = giving(0, b"ran", b"")
     for code, why in ((1, "no text"), ("\0", "null"), ("\ud800", "half a character")):
         assert why in answer(tool, code)
 
 
 @given(st.text(st.characters(exclude_categories=())) | st.integers() | st.none())
-def test_any_code_is_answered(code):
+def test_answers_any_code(code):
     assert isinstance(answer(giving(0, b"1", b""), code), str)
 
 
 @pytest.mark.parametrize("error", [SandboxError("lost"), OSError("no room")])
-def test_what_the_environment_broke_is_no_answer(error):
+def test_environment_failure_raises_tool_error(error):
     async def run(code, config):
         raise error
 
@@ -79,8 +79,8 @@ def test_what_the_environment_broke_is_no_answer(error):
 
 
 @pytest.mark.parametrize("error", [SandboxError("lost"), OSError("no room")])
-def test_a_program_that_breaks_its_sandbox_is_told_so(error):
-    """Where others run: or an attempt that goes badly had better break one, and be left out."""
+def test_reports_program_that_breaks_its_sandbox(error):
+    """If other programs run. Otherwise a bad attempt would gain by breaking its sandbox, since it would not count."""
     failures = 2
 
     async def run(code, config):
@@ -95,14 +95,14 @@ def test_a_program_that_breaks_its_sandbox_is_told_so(error):
     assert answer(Python(run=run)) == "ran"
 
 
-def test_so_many_at_once_in_every_turn():
-    """Each turn of attempts has an event loop of its own."""
-    running, most = 0, []
+def test_limits_concurrent_programs_in_every_turn():
+    """Each turn of attempts has a new event loop."""
+    running, counts = 0, []
 
     async def run(code, config):
         nonlocal running
         running += 1
-        most.append(running)
+        counts.append(running)
         await asyncio.sleep(0.001)
         running -= 1
         return ExecResult(code=0, stdout=b"", stderr=b"")
@@ -114,29 +114,29 @@ def test_so_many_at_once_in_every_turn():
 
     for _ in range(2):
         asyncio.run(turn())
-    assert max(most) == 3 and len(most) == 20
+    assert max(counts) == 3 and len(counts) == 20
 
 
-def test_options_that_cannot_be_are_refused():
+def test_rejects_invalid_options():
     with pytest.raises(ValueError, match="at_once is 0"):
         Python(at_once=0)
 
 
 @pytest.mark.usefixtures("isolation", "nothing_left")
 class TestInASandbox:
-    def test_programs_run(self):
+    def test_runs_programs(self):
         tool = Python()
         assert answer(tool, "print(6 * 7)") == "42"
         assert answer(tool, "print(1)\n1 / 0") == "1\nError: ZeroDivisionError: division by zero"
         assert answer(tool, "import sys; sys.exit(4)") == "Error: exit code 4"
 
-    def test_one_that_has_no_end(self):
-        told = answer(
+    def test_ends_endless_program(self):
+        output = answer(
             Python(SandboxConfig(timeout_s=1.0)), "print(1, flush=True)\nwhile True: pass"
         )
-        assert told == "1\nError: no end within 1 s"
+        assert output == "1\nError: no end within 1 s"
 
     @settings(max_examples=8, deadline=None)
     @given(st.text(max_size=40))
-    def test_whatever_is_written(self, code):
+    def test_answers_any_program(self, code):
         assert isinstance(answer(Python(SandboxConfig(timeout_s=3.0)), code), str)

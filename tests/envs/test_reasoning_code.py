@@ -1,4 +1,4 @@
-"""Programs are judged by what they give: honest ones pass, and no trick does."""
+"""Programs are judged by their results: honest ones pass, and cheats do not."""
 
 import asyncio
 import functools
@@ -17,13 +17,13 @@ from tests.envs.terminal.folders import slow_but
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 CONFIG = VerifierConfig(timeout_s=60, code_timeout_s=20)
-QUICK = VerifierConfig(timeout_s=60, code_timeout_s=1)  # for what takes all there is
+QUICK = VerifierConfig(timeout_s=60, code_timeout_s=1)  # for programs that use up a resource
 ADD = {"tests": "assert add(1, 2) == 3\nassert add(70, 7) == 77", "names": ["add"]}
 DOUBLE = {"cases": [{"input": "2\n", "output": "4"}, {"input": "21\n", "output": "42\n"}]}
 HONEST = "def add(a, b):\n    return a + b\n"
 
 
-def judged(data, code, config=CONFIG, sandbox=LocalSandbox):
+def reward_of(data, code, config=CONFIG, sandbox=LocalSandbox):
     task = Task(
         id="t", kind="code", messages=({"role": "user", "content": "Write it."},), data=data
     )
@@ -38,9 +38,9 @@ def is_wrong(reward, why=""):
 
 
 def shipped(kind, count=None):
-    """(a task, its reference solution) of those that are shipped."""
-    made = tasks(TaskConfig(kind=kind, held_out_fraction=0))
-    for task, problem in list(zip(made, chat_tasks.load_asset(f"{kind}.jsonl"), strict=True))[
+    """Yields (task, its reference solution) of the shipped problems."""
+    all_tasks = tasks(TaskConfig(kind=kind, held_out_fraction=0))
+    for task, problem in list(zip(all_tasks, chat_tasks.load_asset(f"{kind}.jsonl"), strict=True))[
         :count
     ]:
         yield task, problem.get("prompt", "") + problem["code"]
@@ -67,11 +67,11 @@ def test_all_reference_solutions_pass(kind):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_no_solution_passes_the_tests_of_another(count):
-    """Nor does the function that a HumanEval problem begins with, which is there before the program."""
+def test_solution_fails_tests_of_another(count):
+    """Nor does the prelude of a HumanEval problem, which is defined before the program."""
     some = list(shipped("humaneval", count))
     for (task, _), (_, other) in zip(some, some[1:]):
-        assert is_wrong(judged(task.data, other))
+        assert is_wrong(reward_of(task.data, other))
 
 
 @pytest.mark.parametrize(
@@ -87,20 +87,20 @@ def test_no_solution_passes_the_tests_of_another(count):
     ],
 )  # fmt: skip
 def test_honest_programs_pass(data, code):
-    reward = judged(data, code)
+    reward = reward_of(data, code)
     assert (reward.value, reward.error, reward.parts) == (1.0, "", {"right": 1.0})
 
 
 @pytest.mark.parametrize(
     ("tests", "code"),
     [
-        # What the code makes is handed back to it, and may be called.
+        # The program's objects are passed back to it, and may be called.
         ("p = Point(1, 2)\nassert norm(p, scale=2) == 10 and norm(Point(0, 1), 1) == 1",
          "class Point:\n    def __init__(self, x, y): self.x, self.y = x, y\n"
          "def norm(p, scale): return scale * (p.x ** 2 + p.y ** 2)"),
         slow("c = counter()\nassert c() == 1\nassert c() == 2",
          "def counter():\n    n = 0\n    def c():\n        nonlocal n\n        n += 1\n        return n\n    return c"),
-        # What is called depends on what was returned.
+        # The calls depend on the returned values.
         ("n = 6\nwhile n != 1:\n    n = step(n)\nassert n == 1",
          "def step(n): return n // 2 if n % 2 == 0 else 3 * n + 1 if n > 9 else 1"),
         slow("assert all(is_even(n) == (n % 2 == 0) for n in range(20))", "def is_even(n): return n % 2 == 0"),
@@ -108,34 +108,34 @@ def test_honest_programs_pass(data, code):
          "def nothing(): pass\ndef one(): return 1\ndef none(): return []"),
         slow("try:\n    half(3)\n    raise RuntimeError\nexcept ValueError as error:\n    assert 'odd' in str(error)\n"
          "assert half(4) == 2", "def half(n):\n    if n % 2: raise ValueError('odd')\n    return n // 2"),
-        # They draw the same whenever they run.
+        # They draw the same numbers in every run.
         slow("import random\nn = random.randrange(10**9)\nassert half(2 * n) == n", "def half(n): return n // 2"),
         slow("import math\nassert math.isclose(third(1), 1 / 3)\nassert round(third(1), 2) == 0.33",
          "def third(n): return n / 3"),
         slow("for n in (1, 2):\n    for m in (1, 2):\n        assert sum([n, m]) == n + m", "def sum(n): return n[0] + n[1]"),
     ],
 )  # fmt: skip
-def test_tests_may_be_any_python(tests, code):
+def test_runs_tests_of_any_python(tests, code):
     names = re.findall(r"^(?:def|class) (\w+)", code, re.MULTILINE)
-    assert judged({"tests": tests, "names": names}, code).value == 1.0
+    assert reward_of({"tests": tests, "names": names}, code).value == 1.0
 
 
-def test_setup_runs_behind_the_program():
+def test_setup_runs_after_program():
     data = {"tests": "assert left(root) == 2", "names": ["left", "root"]}
     code = "class Node:\n    pass\ndef left(node): return node.left"
-    assert judged({**data, "setup": "root = Node()\nroot.left = 2"}, code).value == 1.0
-    assert is_wrong(judged({**data, "setup": "root = Node()\nroot.left = 3"}, code))
+    assert reward_of({**data, "setup": "root = Node()\nroot.left = 2"}, code).value == 1.0
+    assert is_wrong(reward_of({**data, "setup": "root = Node()\nroot.left = 3"}, code))
 
 
-def test_a_prelude_is_the_tests_own():
-    """So that a helper which the program defines anew is the old one where it decides."""
+def test_prelude_belongs_to_tests():
+    """A helper that the program redefines is the original one in the tests."""
     data = {
         "prelude": "def square(n): return n * n\ndef root(n): pass\n",
         "tests": "assert square(root(49)) == 49",
         "names": ["root"],
     }
-    assert judged(data, "def root(n): return round(square(n) ** 0.25)").value == 1.0
-    assert is_wrong(judged(data, "def square(n): return 49\ndef root(n): return 1"))
+    assert reward_of(data, "def root(n): return round(square(n) ** 0.25)").value == 1.0
+    assert is_wrong(reward_of(data, "def square(n): return 49\ndef root(n): return 1"))
 
 
 ALWAYS = (
@@ -174,9 +174,9 @@ CHEATS = {
     "__main__.encode = lambda *_: True\ndef add(a, b): return 0",
     "patches its frame": "import sys\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n"
     "        f.f_globals['encode'] = lambda *_: True\n        f = f.f_back\n    return 0",
-    "raises what asserts do": "def add(a, b): raise AssertionError",
-    "raises what nobody catches": "def add(a, b): raise KeyboardInterrupt",
-    "raises what cannot be said": "class E(BaseException):\n    def __str__(self): raise E\n    __repr__ = __str__\n"
+    "raises assertion error": "def add(a, b): raise AssertionError",
+    "raises keyboard interrupt": "def add(a, b): raise KeyboardInterrupt",
+    "raises error without text": "class E(BaseException):\n    def __str__(self): raise E\n    __repr__ = __str__\n"
     "def add(a, b): raise E",
     "returns itself": "def add(a, b): return add",
     "returns a circle": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
@@ -193,7 +193,7 @@ CHEATS = {
 }  # fmt: skip
 
 
-# What ends early, what forges an answer, what equals everything, what patches, what spies, and what is no program.
+# One cheat of each kind: early end, forged answer, equal to everything, patch, spy, and no program.
 SOME_CHEATS = (
     "leaves when called",
     "writes true and leaves",
@@ -205,12 +205,12 @@ SOME_CHEATS = (
 
 
 @pytest.mark.parametrize("cheat", slow_but(SOME_CHEATS, CHEATS))
-def test_cheats_get_nothing(cheat):
-    assert is_wrong(judged(ADD, CHEATS[cheat]))
+def test_cheats_score_zero(cheat):
+    assert is_wrong(reward_of(ADD, CHEATS[cheat]))
 
 
-def test_an_answer_to_fewer_calls_is_forged():
-    assert is_wrong(judged(ADD, CHEATS["writes too few"]), "forged its answer")
+def test_reports_forged_answer_to_fewer_calls():
+    assert is_wrong(reward_of(ADD, CHEATS["writes too few"]), "forged its answer")
 
 
 BOMBS = {
@@ -227,8 +227,8 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", slow_but(["a loop when called", "a large value"], BOMBS))
-def test_what_takes_all_there_is_gets_nothing(bomb):
-    assert is_wrong(judged(ADD, BOMBS[bomb], QUICK))
+def test_bombs_score_zero(bomb):
+    assert is_wrong(reward_of(ADD, BOMBS[bomb], QUICK))
 
 
 @pytest.mark.parametrize(
@@ -245,18 +245,18 @@ def test_what_takes_all_there_is_gets_nothing(bomb):
         slow("while True: pass", "took more than 1 s"),
     ],
 )
-def test_wrong_output_gets_nothing(code, why):
-    assert is_wrong(judged(DOUBLE, code, QUICK), why)
+def test_wrong_output_scores_zero(code, why):
+    assert is_wrong(reward_of(DOUBLE, code, QUICK), why)
 
 
-def test_the_time_is_that_of_all_runs_together():
+def test_time_limit_covers_all_runs():
     data = {"cases": [{"input": "", "output": "1"}] * 9}
     slow = "import time\ntime.sleep(0.4)\nprint(1)"
-    assert is_wrong(judged(data, slow, QUICK), "took more than 1 s")
+    assert is_wrong(reward_of(data, slow, QUICK), "took more than 1 s")
 
 
-def test_what_is_expected_never_comes_to_where_the_program_runs():
-    """Nor does the program come to where it is decided, but for the calls of its names."""
+def test_expected_values_never_reach_program():
+    """Nor does the program run where the verdict is made, except for calls of its names."""
     boxes = []
 
     def sandbox():
@@ -265,11 +265,11 @@ def test_what_is_expected_never_comes_to_where_the_program_runs():
 
     secret, mark = 987_654_321, "marked_program"
     tests = f"assert add(1, 2) == 3\nassert add({secret} - 1, 1) == 987654321"
-    assert judged({**ADD, "tests": tests}, HONEST + f"# {mark}", sandbox=sandbox).value == 1.0
+    assert reward_of({**ADD, "tests": tests}, HONEST + f"# {mark}", sandbox=sandbox).value == 1.0
     [bench], [box] = [[b for b in boxes if (mark in str(b)) == has] for has in (False, True)]
     assert len(bench) == 2 and len(box) == 1, "calls are found and made at once"
     assert str(secret) in str(bench) and str(secret) not in str(box)
-    judged({"cases": [{"input": "1", "output": str(secret)}]}, f"# {mark}", sandbox=sandbox)
+    reward_of({"cases": [{"input": "1", "output": str(secret)}]}, f"# {mark}", sandbox=sandbox)
     assert mark in str(boxes[-1]) and str(secret) not in str(boxes[-1])
 
 
@@ -284,7 +284,7 @@ class Hangs(LocalSandbox):
 
 
 class Fragile(LocalSandbox):
-    """Fails so often while certain programs run in it."""
+    """Sandbox that fails this many times while certain programs run in it."""
 
     left = 0
 
@@ -303,23 +303,23 @@ class Fragile(LocalSandbox):
         pytest.param(DOUBLE, "print(2 * int(input()))  # poison", id="a case"),
     ],
 )
-def test_a_program_that_breaks_its_sandbox_is_wrong(data, code, monkeypatch):
-    """Twice, where others run: or bad programs had better break theirs."""
+def test_program_that_breaks_its_sandbox_scores_zero(data, code, monkeypatch):
+    """It breaks two sandboxes while others run. Otherwise bad programs would gain by breaking theirs."""
     monkeypatch.setattr(Fragile, "left", 2)
     why = "the program broke its sandbox: RuntimeError: the sandbox is lost"
-    assert is_wrong(judged(data, code, sandbox=Fragile), why)
+    assert is_wrong(reward_of(data, code, sandbox=Fragile), why)
     monkeypatch.setattr(Fragile, "left", 1)
-    assert judged(data, code, sandbox=Fragile).value == 1.0
+    assert reward_of(data, code, sandbox=Fragile).value == 1.0
 
 
-def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
-    inside, most = 0, []
+def test_limits_concurrent_programs_and_excludes_waiting_time():
+    inside, counts = 0, []
 
     class Counting(LocalSandbox):
         async def __aenter__(self):
             nonlocal inside
             inside += 1
-            most.append(inside)
+            counts.append(inside)
             await asyncio.sleep(0.2)
             return self
 
@@ -339,9 +339,9 @@ def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
     async def batch():
         return await asyncio.gather(*(verifier(task, attempt) for _ in range(8)))
 
-    for _ in range(2):  # each batch has a loop of its own
+    for _ in range(2):  # each batch has a new event loop
         assert {reward.value for reward in asyncio.run(batch())} == {1.0}
-    assert max(most) == 2
+    assert max(counts) == 2
 
 
 @pytest.mark.parametrize(
@@ -364,48 +364,48 @@ def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
         ),
     ],
 )
-def test_what_is_not_the_programs_fault_is_no_reward(data, sandbox, why):
+def test_environment_failure_gives_no_reward(data, sandbox, why):
     config = VerifierConfig(timeout_s=2.1 if sandbox is Hangs else 30, code_timeout_s=1)
-    reward = judged(data, HONEST, config, sandbox)
+    reward = reward_of(data, HONEST, config, sandbox)
     assert reward.value is None and why in reward.error
 
 
 @pytest.mark.slow
-def test_tests_that_hang_on_what_a_program_returns_are_its_fault():
+def test_hanging_tests_score_zero():
     data = {"tests": "n = add(1, 2)\nassert n == 3 or [x for x in iter(int, 1)]", "names": ["add"]}
-    assert is_wrong(judged(data, "def add(a, b): return 4", QUICK), "took more than 1 s")
+    assert is_wrong(reward_of(data, "def add(a, b): return 4", QUICK), "took more than 1 s")
 
 
 @pytest.mark.slow
-def test_the_time_of_tests_is_that_of_all_their_runs_together():
+def test_time_limit_covers_all_runs_of_tests():
     data = {
         "tests": "import time\ntime.sleep(0.3)\nn = 5\nwhile n:\n    n = less(n)\nassert n == 0",
         "names": ["less"],
     }
     code = "def less(n): return n - 1"
-    assert is_wrong(judged(data, code, QUICK), "the tests: took more than 1 s")
-    assert judged(data, code).value == 1.0
+    assert is_wrong(reward_of(data, code, QUICK), "the tests: took more than 1 s")
+    assert reward_of(data, code).value == 1.0
 
 
-def test_an_assert_that_is_never_reached_holds_nothing():
+def test_unreached_assert_scores_zero():
     data = {"tests": "for n in primes(9):\n    assert n in (2, 3, 5, 7)", "names": ["primes"]}
-    assert is_wrong(judged(data, "def primes(n): return []"), "no assert was reached")
-    assert judged(data, "def primes(n): return [2, 3, 5, 7]").value == 1.0
+    assert is_wrong(reward_of(data, "def primes(n): return []"), "no assert was reached")
+    assert reward_of(data, "def primes(n): return [2, 3, 5, 7]").value == 1.0
 
 
-def test_calls_that_never_settle_are_wrong(monkeypatch):
+def test_calls_that_never_settle_score_zero(monkeypatch):
     monkeypatch.setattr(verifiers, "MAX_ROUNDS", 2)
     data = {
         "tests": "n = 0\nwhile n < 99:\n    n = next_of(n)\nassert n == 99",
         "names": ["next_of"],
     }
-    assert is_wrong(judged(data, "def next_of(n): return n + 1"), "the calls are others")
+    assert is_wrong(reward_of(data, "def next_of(n): return n + 1"), "the calls are others")
 
 
 def circle():
-    made = []
-    made.append([made])
-    return made
+    value = []
+    value.append([value])
+    return value
 
 
 VALUES = [
@@ -416,7 +416,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_values_come_back_as_they_were(value):
+def test_values_survive_round_trip(value):
     back = code_child.decode(json.loads(json.dumps(code_child.encode(value))))
     assert back == value and repr(back) == repr(value)
 
@@ -424,12 +424,12 @@ def test_values_come_back_as_they_were(value):
 @pytest.mark.parametrize(
     "value", [object(), [len], iter([1]), [0] * code_child.MAX_VALUES, circle()]
 )
-def test_what_is_none_or_too_large_does_not_go(value):
+def test_rejects_unserializable_or_large_values(value):
     with pytest.raises(code_child.Unserializable):
         code_child.encode(value)
 
 
-def test_of_a_subclass_the_plain_value_comes_back():
+def test_decodes_plain_value_of_subclass():
     class Text(str):
         def __eq__(self, other):
             return True
@@ -438,44 +438,44 @@ def test_of_a_subclass_the_plain_value_comes_back():
     assert back == ["a"] and type(back[0]) is str and back != ["b"]
 
 
-def test_both_ends_in_one_process():
-    """As the sandboxes run them, round by round."""
+def test_judge_and_answer_agree_in_one_process():
+    """Runs both ends round by round, as the sandboxes do."""
     tests = {"tests": "assert add(add(1, 1), 1) == 3", "prelude": "", "names": ["add"]}
     [inner, outer] = code_child.judge(**tests, calls=[], outcomes=[])["calls"]
     assert inner == {"function": {"name": "add"}, "args": [1, 1], "kwargs": {"dict": []}}
     assert outer["args"] == [{"result": 0}, 1]
     outcomes = code_child.answer(HONEST, "", [inner, outer])
     assert outcomes == [{"value": 2}, {"value": 3}]
-    # Now that the inner result is known, the outer call is one with numbers.
+    # After the inner result is known, the outer call has only numbers.
     calls = code_child.judge(**tests, calls=[inner, outer], outcomes=outcomes)["calls"]
     assert calls[1]["args"] == [2, 1]
-    judged = [
+    reward_of = [
         code_child.judge(**tests, calls=calls, outcomes=[{"value": 2}, {"value": n}])
         for n in (3, 4)
     ]
-    assert judged[0] == {"passed": True, "why": ""}
-    assert judged[1] == {"passed": False, "why": "AssertionError assert 1 does not hold"}
+    assert reward_of[0] == {"passed": True, "why": ""}
+    assert reward_of[1] == {"passed": False, "why": "AssertionError assert 1 does not hold"}
 
 
-def test_a_copy_of_what_the_code_made_is_it():
-    [made, used] = code_child.judge(
+def test_copy_of_result_is_same_reference():
+    [first, used] = code_child.judge(
         "import copy\nassert f(copy.deepcopy(f(1))) == 1", "", ["f"], [], []
     )["calls"]
-    assert (made["args"], used["args"]) == ([1], [{"result": 0}])
+    assert (first["args"], used["args"]) == ([1], [{"result": 0}])
 
 
 @pytest.mark.parametrize(
     "test",
     ["assert f({}) == 1", "assert f({}) is None", "assert not f({})", "assert f({}) + 1 == 3"],
 )
-def test_the_calls_of_all_asserts_are_found_at_once(test):
+def test_collects_calls_of_all_asserts(test):
     tests = "\n".join(test.format(n) for n in (5, 6, 7))
-    found = code_child.judge(tests, "", ["f"], [], [])
-    assert [call["args"] for call in found["calls"]] == [[5], [6], [7]]
+    result = code_child.judge(tests, "", ["f"], [], [])
+    assert [call["args"] for call in result["calls"]] == [[5], [6], [7]]
 
 
 @pytest.mark.parametrize(
-    ("code", "calls", "found"),
+    ("code", "calls", "outcomes"),
     [
         ("def", [], {"broken": "SyntaxError invalid syntax (solution.py, line 1)"}),
         ("raise SystemExit(3)", [], {"broken": "SystemExit 3"}),
@@ -484,6 +484,6 @@ def test_the_calls_of_all_asserts_are_found_at_once(test):
         ("class f: pass", ["f"], [{"object": "f"}]),
     ],
 )
-def test_what_fails_in_a_program_is_told(code, calls, found):
+def test_reports_failures_of_program(code, calls, outcomes):
     calls = [{"function": {"name": name}, "args": [], "kwargs": {"dict": []}} for name in calls]
-    assert code_child.answer(code, "", calls) == found
+    assert code_child.answer(code, "", calls) == outcomes

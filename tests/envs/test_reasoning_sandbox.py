@@ -1,11 +1,11 @@
-"""Programs are judged in the sandbox that runs are judged in, and tricks find no more there than in that of tests."""
+"""Programs judged in real sandboxes: cheats find no more there than in the local sandbox of other tests."""
 
 import pytest
 
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from tests.envs.local_sandbox import LocalSandbox
 from tests.envs.terminal.folders import slow_but
-from tests.envs.test_reasoning_code import ADD, BOMBS, CHEATS, DOUBLE, HONEST, is_wrong, judged
+from tests.envs.test_reasoning_code import ADD, BOMBS, CHEATS, DOUBLE, HONEST, is_wrong, reward_of
 
 sandbox = pytest.importorskip("glm5_jax.envs.sandbox")
 pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
@@ -14,7 +14,7 @@ QUICK = VerifierConfig(timeout_s=60, code_timeout_s=2)
 
 
 def in_sandbox(data, code, config=CONFIG):
-    return judged(data, code, config, sandbox=None)
+    return reward_of(data, code, config, sandbox=None)
 
 
 def test_honest_programs_pass():
@@ -22,7 +22,7 @@ def test_honest_programs_pass():
     assert in_sandbox(DOUBLE, "print(2 * int(input()))").value == 1.0
 
 
-def test_a_program_has_no_network_and_not_the_files_of_the_host():
+def test_program_has_no_network_or_host_files():
     code = (
         "import os, socket\ndef add(a, b):\n"
         f"    if os.path.exists({__file__!r}): return 0\n"
@@ -35,23 +35,23 @@ def test_a_program_has_no_network_and_not_the_files_of_the_host():
 
 
 @pytest.mark.parametrize("cheat", slow_but(["looks for the tests", "kills its group"], CHEATS))
-def test_cheats_get_nothing(cheat):
+def test_cheats_score_zero(cheat):
     assert is_wrong(in_sandbox(ADD, CHEATS[cheat]))
 
 
 @pytest.mark.parametrize("bomb", slow_but(["forks"], BOMBS))
-def test_bombs_get_nothing(bomb):
+def test_bombs_score_zero(bomb):
     assert is_wrong(in_sandbox(ADD, BOMBS[bomb], QUICK))
 
 
-def test_the_sandbox_has_the_limits_of_the_config(monkeypatch):
+def test_sandbox_has_limits_of_config(monkeypatch):
     configs = []
 
-    def made(config):
+    def make_sandbox(config):
         configs.append(config)
         return LocalSandbox()
 
-    monkeypatch.setattr(sandbox, "Sandbox", made)
+    monkeypatch.setattr(sandbox, "Sandbox", make_sandbox)
     assert (
         in_sandbox(DOUBLE, "", VerifierConfig(code_timeout_s=7, code_memory_bytes=2**28)).value
         == 0.0

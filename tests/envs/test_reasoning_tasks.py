@@ -1,4 +1,4 @@
-"""Tasks follow from their config and number, have the answers that they say, and stand on one side of the split."""
+"""Tasks depend on their config and number, have correct answers, and are on one side of the split."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from glm5_jax.envs.reasoning.verifiers import KINDS as VERIFIERS, ScienceVerifie
 from glm5_jax.rl.types import Attempt
 
 
-def made(kind, size=400, **options):
-    """All tasks, of both sides."""
+def make_tasks(kind, size=400, **options):
+    """Returns all tasks, of both sides."""
     return list(tasks(TaskConfig(kind=kind, size=size, held_out_fraction=0, **options)))
 
 
@@ -27,8 +27,8 @@ def question(task):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_depends_on_its_number_alone(kind):
-    some, more = made(kind, 20), made(kind, 40)
+def test_task_depends_only_on_its_number(kind):
+    some, more = make_tasks(kind, 20), make_tasks(kind, 40)
     assert some == more[:20]
     ids = [task.id for task in more]
     assert len(set(ids)) == 40 and ids[7].endswith("-7")
@@ -36,7 +36,7 @@ def test_a_task_depends_on_its_number_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_task_stands_on_one_side(kind):
+def test_every_task_is_on_one_side(kind):
     size = 80 if kind == "worlds" else 400
     config = TaskConfig(kind=kind, size=size, held_out_fraction=0.25)
     train, evaluation = list(tasks(config)), list(tasks(config, evaluation=True))
@@ -44,14 +44,14 @@ def test_every_task_stands_on_one_side(kind):
     def numbers(some):
         return [int(task.id.rsplit("-", 1)[1]) for task in some]
 
-    assert sorted(numbers(train) + numbers(evaluation)) == list(range(len(made(kind, size))))
+    assert sorted(numbers(train) + numbers(evaluation)) == list(range(len(make_tasks(kind, size))))
     assert numbers(train) == sorted(numbers(train))
     assert 0.1 < len(evaluation) / len(train + evaluation) < 0.4
     assert not {question(task) for task in train} & {question(task) for task in evaluation}
 
 
 @pytest.mark.parametrize("kind", ["addition", "products", "choices"])
-def test_nor_do_other_seeds_and_orders_ask_the_same_on_the_other_side(kind):
+def test_other_seeds_and_orders_keep_split(kind):
     options = {"size": 1000, "digits": 1, "held_out_fraction": 0.3}
     stems = []
     for evaluation in (False, True):
@@ -64,7 +64,7 @@ def test_nor_do_other_seeds_and_orders_ask_the_same_on_the_other_side(kind):
 
 
 @pytest.mark.parametrize("kind", ["gsm8k", "chain", "mbpp"])
-def test_the_split_is_that_of_supervised_fine_tuning(kind):
+def test_split_equals_that_of_sft(kind):
     config = TaskConfig(kind=kind, size=200, instruction=BOXED)
     chats = chat_tasks.make_lines(chat_tasks.ChatTaskConfig(kind=kind, size=200), "interleaved")
     sides = [
@@ -75,35 +75,35 @@ def test_the_split_is_that_of_supervised_fine_tuning(kind):
         assert numbers == {i for i, side in enumerate(sides) if side == evaluation}
 
 
-def test_no_held_out_product_is_learnt_in_supervised_fine_tuning():
+def test_sft_contains_no_held_out_product():
     sides, chats = {False: set(), True: set()}, chat_tasks.ChatTaskConfig(kind="tools", size=4000)
     for line in chat_tasks.make_lines(chats, "interleaved"):
         if "*" in (text := first_user_text(parse_line(line))):
             sides[is_held_out(text, TaskConfig().held_out_fraction)].add(text)
-    for evaluation, learnt in sides.items():
+    for evaluation, sft_products in sides.items():
         config = TaskConfig(kind="products", size=4000, digits=2)
-        own = {question(task) for task in tasks(config, evaluation=evaluation)}
-        assert len(own & learnt) > 10 and not own & sides[not evaluation]
+        products = {question(task) for task in tasks(config, evaluation=evaluation)}
+        assert len(products & sft_products) > 10 and not products & sides[not evaluation]
 
 
-def test_ids_tell_all_that_a_task_depends_on():
-    ids = {task.id: task for task in made("addition", 5)}
+def test_ids_contain_config_of_task():
+    ids = {task.id: task for task in make_tasks("addition", 5)}
     assert list(ids)[0] == "addition2-seed0-0"
     for options in ({"seed": 1}, {"digits": 3}):
-        assert not ids.keys() & {task.id for task in made("addition", 5, **options)}
-    assert made("gsm8k", 1)[0].id == made("gsm8k", 1, seed=1)[0].id == "gsm8k-0"
-    assert made("svamp", 3, seed=1) == made("svamp", 3)
+        assert not ids.keys() & {task.id for task in make_tasks("addition", 5, **options)}
+    assert make_tasks("gsm8k", 1)[0].id == make_tasks("gsm8k", 1, seed=1)[0].id == "gsm8k-0"
+    assert make_tasks("svamp", 3, seed=1) == make_tasks("svamp", 3)
 
 
-def test_what_is_shipped_ends_where_it_ends():
+def test_counts_shipped_tasks():
     counts = {"gsm8k": 1500, "svamp": 1000, "mbpp": 374, "humaneval": 82, "musique": 46}
-    assert {kind: len(made(kind, 10**6)) for kind in counts} == counts
+    assert {kind: len(make_tasks(kind, 10**6)) for kind in counts} == counts
 
 
 @pytest.mark.parametrize(("kind", "sign"), [("addition", "+"), ("products", "*")])
 @pytest.mark.parametrize("digits", [1, 4, 30])
 def test_numbers_have_their_digits_and_results(kind, sign, digits):
-    for task in made(kind, 100, digits=digits):
+    for task in make_tasks(kind, 100, digits=digits):
         left, right = question(task).removesuffix("?").split(sign)
         assert len(left) == len(right) == len(str(int(left))) == len(str(int(right))) == digits
         result = int(left) + int(right) if sign == "+" else int(left) * int(right)
@@ -111,19 +111,19 @@ def test_numbers_have_their_digits_and_results(kind, sign, digits):
 
 
 def test_products_need_the_calculator():
-    for task in made("products", 5):
+    for task in make_tasks("products", 5):
         [tool] = task.tools
         assert tool["function"]["name"] == "calculate" and task.data["min_calls"] == 1
 
 
-def test_word_problems_have_whole_answers():
-    for task in made("gsm8k", 1500) + made("svamp", 1000):
+def test_word_problems_have_numeric_answers():
+    for task in make_tasks("gsm8k", 1500) + make_tasks("svamp", 1000):
         assert re.fullmatch(r"-?\d+(\.\d+)?", task.data["answer"])
-    assert made("gsm8k", 1)[0].data == {"answer": "72"}
+    assert make_tasks("gsm8k", 1)[0].data == {"answer": "72"}
 
 
-def test_the_chain_asks_for_its_last_value():
-    for task in made("chain", 100, steps=4):
+def test_chain_asks_for_last_value():
+    for task in make_tasks("chain", 100, steps=4):
         values = {}
         for name, left, sign, right in re.findall(r"(\w)=(\w)([+*])(\d)", question(task)):
             left = int(left) if left.isdigit() else values[left]
@@ -132,13 +132,13 @@ def test_the_chain_asks_for_its_last_value():
 
 
 def right_answer(stem: str) -> str:
-    """Of a question of `choices`, from what it says."""
-    if found := re.fullmatch(r"Which is the symbol of (\w+)\?", stem):
-        return SYMBOLS[ELEMENTS.index(found[1])]
-    if found := re.fullmatch(r"Which element has the symbol (\w+)\?", stem):
-        return ELEMENTS[SYMBOLS.index(found[1])]
-    if found := re.fullmatch(r"Which element has the atomic number (\d+)\?", stem):
-        return ELEMENTS[int(found[1]) - 1]
+    """Returns the right answer of a question of `choices`, computed from its text."""
+    if match := re.fullmatch(r"Which is the symbol of (\w+)\?", stem):
+        return SYMBOLS[ELEMENTS.index(match[1])]
+    if match := re.fullmatch(r"Which element has the symbol (\w+)\?", stem):
+        return ELEMENTS[SYMBOLS.index(match[1])]
+    if match := re.fullmatch(r"Which element has the atomic number (\d+)\?", stem):
+        return ELEMENTS[int(match[1]) - 1]
     a, b = map(int, re.findall(r"\b\d+\b", stem.replace("s^2", "")))
     units = {"force": "N", "moves": "m", "flow": "V", "machine": "J"}
     [unit] = [unit for word, unit in units.items() if word in stem]
@@ -146,9 +146,9 @@ def right_answer(stem: str) -> str:
 
 
 @pytest.mark.parametrize("choices", [2, 4, 10])
-def test_of_the_choices_one_is_right(choices):
+def test_exactly_one_choice_is_right(choices):
     letters = set()
-    for task in made("choices", 500, choices=choices):
+    for task in make_tasks("choices", 500, choices=choices):
         stem, *lines = question(task).splitlines()
         answers = dict(line.split(") ", 1) for line in lines)
         assert list(answers) == list("ABCDEFGHIJ"[:choices]) and task.data["choices"] == choices
@@ -160,7 +160,7 @@ def test_of_the_choices_one_is_right(choices):
     assert asyncio.run(ScienceVerifier()(task, reply)).value == 1.0
 
 
-def test_elements_are_in_the_order_of_their_numbers():
+def test_elements_are_ordered_by_number():
     known = {
         1: ("hydrogen", "H"),
         11: ("sodium", "Na"),
@@ -172,28 +172,28 @@ def test_elements_are_in_the_order_of_their_numbers():
     assert {number: (ELEMENTS[number - 1], SYMBOLS[number - 1]) for number in known} == known
 
 
-def test_programs_are_asked_with_one_of_their_tests_at_most():
-    for task in made("mbpp"):
+def test_prompts_of_programs_show_at_most_one_test():
+    for task in make_tasks("mbpp"):
         first, *others = task.data["tests"].splitlines()
         assert question(task).endswith(f"\n{first}") and others
         assert not any(test in question(task) for test in others if test != first)
-    for task in made("humaneval"):
+    for task in make_tasks("humaneval"):
         assert task.data["prelude"].rstrip() in question(task)
         asserts = [line.strip() for line in task.data["tests"].splitlines() if "assert" in line]
         assert asserts and not any(line in question(task) for line in asserts)
 
 
-def test_the_instruction_stands_behind_the_question():
-    [task] = made("addition", 1, instruction=BOXED)
+def test_instruction_follows_question():
+    [task] = make_tasks("addition", 1, instruction=BOXED)
     assert (
         question(task)
-        == question(made("addition", 1)[0]) + "\nPut your final answer within \\boxed{}."
+        == question(make_tasks("addition", 1)[0]) + "\nPut your final answer within \\boxed{}."
     )
 
 
-def test_tasks_are_json_but_for_their_class():
+def test_tasks_are_serializable():
     for kind in KINDS:
-        [task] = made(kind, 1)
+        [task] = make_tasks(kind, 1)
         assert json.loads(json.dumps([task.messages, task.data, task.tools]))[1] == task.data
 
 
@@ -212,6 +212,6 @@ def test_tasks_are_json_but_for_their_class():
         ("held_out_fraction", 1.5),
     ],
 )
-def test_values_out_of_range_are_named(field, value):
+def test_names_value_out_of_range(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value!r}"):
         TaskConfig(**{field: value})

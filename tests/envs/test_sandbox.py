@@ -1,4 +1,4 @@
-"""What a sandbox does for its caller: commands, limits, files, layers."""
+"""Functions of a sandbox for its caller: commands, limits, files, layers."""
 
 import asyncio
 import os
@@ -27,16 +27,16 @@ root_only = pytest.mark.skipif(os.getuid() != 0, reason="needs users and groups 
 
 
 def in_box(work, **config):
-    """The result of `work(box)` in a sandbox of its own."""
+    """Returns the result of `work(box)` in a new sandbox."""
 
-    async def whole():
+    async def run_work():
         async with Sandbox(SandboxConfig(**config)) as box:
             return await work(box)
 
-    return run(whole())
+    return run(run_work())
 
 
-def executed(command, config=None, **options):
+def execute(command, config=None, **options):
     return in_box(lambda box: box.exec(command, **options), **(config or {}))
 
 
@@ -52,14 +52,14 @@ def executed(command, config=None, **options):
         (["echo", "\0"], 126, b"", b"sandbox: embedded null byte\n"),
     ],
 )
-def test_how_a_command_ended_and_what_it_wrote(command, code, stdout, stderr):
-    result = executed(command)
+def test_returns_exit_code_and_output(command, code, stdout, stderr):
+    result = execute(command)
     assert (result.code, result.stdout, result.stderr) == (code, stdout, stderr)
     assert not (result.timed_out or result.truncated or result.out_of_memory)
 
 
-def test_where_a_command_runs_and_as_whom():
-    result = executed(
+def test_sets_folder_environment_and_user():
+    result = execute(
         "pwd; cat; echo $A $B $USER; umask; ulimit -c; id -u",
         {"env": {"A": "1", "B": "1"}},
         cwd="/tmp",
@@ -68,39 +68,39 @@ def test_where_a_command_runs_and_as_whom():
         user="root",
     )
     assert result.stdout.decode().split() == ["/tmp", "given", "1", "2", "root", "0022", "0", "0"]
-    assert executed("pwd", {"workdir": "/srv/x"}).stdout == b"/srv/x\n"
-    missing = executed("pwd", cwd="/missing")
+    assert execute("pwd", {"workdir": "/srv/x"}).stdout == b"/srv/x\n"
+    missing = execute("pwd", cwd="/missing")
     assert (missing.code, missing.stderr) == (127, b"sandbox: /missing: not found\n")
 
 
 @root_only
-def test_the_agent_is_no_root_and_root_can_change_users():
-    result = executed("id -un; touch /etc/mine || echo refused")
+def test_agent_is_no_root_and_root_can_change_users():
+    result = execute("id -un; touch /etc/mine || echo refused")
     assert result.stdout == b"agent\nrefused\n"
     text = "touch /etc/mine && chown agent:nogroup /etc/mine && stat -c %U:%G /etc/mine; "
     text += "setpriv --reuid=agent --clear-groups sh -c 'id -un; touch /etc/yours || echo refused'"
-    assert executed(text, user="root").stdout == b"agent:nogroup\nagent\nrefused\n"
+    assert execute(text, user="root").stdout == b"agent:nogroup\nagent\nrefused\n"
 
 
-def test_much_input_goes_in_and_what_is_not_read_is_no_error():
+def test_accepts_large_and_unread_input():
     data = bytes(range(256)) * 40_000
-    assert executed("sha256sum | head -c 64", stdin=data).stdout.decode() == sha256(data)
-    assert executed("exit 0", stdin=data).code == 0
+    assert execute("sha256sum | head -c 64", stdin=data).stdout.decode() == sha256(data)
+    assert execute("exit 0", stdin=data).code == 0
 
 
 def sha256(data: bytes) -> str:
     return subprocess.run(["sha256sum"], input=data, capture_output=True).stdout[:64].decode()
 
 
-def test_a_command_longer_than_an_argument_may_be_is_refused_by_the_system_not_lost():
-    result = executed(["echo", "x" * 200_000])
+def test_reports_argument_that_is_too_long():
+    result = execute(["echo", "x" * 200_000])
     assert (result.code, result.stderr) == (
         126,
         b"sandbox: /usr/bin/echo: Argument list too long\n",
     )
 
 
-def test_a_time_out_ends_all_that_the_command_started_and_nothing_else():
+def test_timeout_ends_only_processes_of_command():
     async def work(box):
         await box.exec("sleep 1001 >/dev/null 2>&1 &")
         start = time.monotonic()
@@ -119,7 +119,7 @@ def test_a_time_out_ends_all_that_the_command_started_and_nothing_else():
 
 
 @pytest.mark.slow
-def test_a_time_out_before_the_program_has_even_started():
+def test_timeout_before_start_of_program():
     async def work(box):
         results = [
             await box.exec("sleep 1003", timeout_s=after / 1000) for after in range(1, 60, 4)
@@ -131,7 +131,7 @@ def test_a_time_out_before_the_program_has_even_started():
     assert left.stdout == b"0\n"
 
 
-def test_a_program_left_running_does_not_delay_its_command():
+def test_background_program_does_not_delay_command():
     async def work(box):
         start = time.monotonic()
         result = await box.exec("echo on; sleep 1004 &")
@@ -142,28 +142,28 @@ def test_a_program_left_running_does_not_delay_its_command():
     assert count.stdout == b"1\n"
 
 
-def test_output_is_cut_off_and_counted_per_stream():
+def test_truncates_output_per_stream():
     text = "head -c 1000 /dev/zero; head -c 1000 /dev/zero >&2"
-    result = executed(text, {"output_bytes": 1000})
+    result = execute(text, {"output_bytes": 1000})
     assert not result.truncated and len(result.stdout) == len(result.stderr) == 1000
-    result = executed("printf abcdef; echo >&2", {"output_bytes": 5})
+    result = execute("printf abcdef; echo >&2", {"output_bytes": 5})
     assert result.truncated and (result.stdout, result.stderr) == (b"abcde", b"\n")
-    result = executed("head -c 100000000 /dev/zero; exit 5", {"output_bytes": 10})
+    result = execute("head -c 100000000 /dev/zero; exit 5", {"output_bytes": 10})
     assert result.truncated and (len(result.stdout), result.code) == (10, 5)
 
 
-def test_of_output_that_is_cut_off_the_end_is_kept_too():
+def test_keeps_end_of_truncated_output():
     limits = {"output_bytes": 10, "end_bytes": 5}
-    result = executed("seq 1 1000000; echo 0123456789 >&2", limits)
+    result = execute("seq 1 1000000; echo 0123456789 >&2", limits)
     assert (result.stdout, result.stdout_end) == (b"1\n2\n3\n4\n5\n", b"0000\n")
     assert (result.stderr, result.stderr_end) == (b"0123456789", b"\n")
-    result = executed("printf 0123456789ab", limits)
+    result = execute("printf 0123456789ab", limits)
     assert (result.stdout, result.stdout_end, result.stderr_end) == (b"0123456789", b"ab", b"")
-    result = executed("seq 1 9999", {**limits, "end_bytes": 0})
+    result = execute("seq 1 9999", {**limits, "end_bytes": 0})
     assert result.truncated and result.stdout_end == b""
 
 
-def test_memory_is_limited_and_the_sandbox_lives_on():
+def test_limits_memory_and_continues():
     hog = [
         "python3",
         "-I",
@@ -178,43 +178,43 @@ def test_memory_is_limited_and_the_sandbox_lives_on():
     assert bad.code != 0 and bad.stdout == b""
     assert bad.out_of_memory == means.startswith("cgroup")
     assert (good.code, good.out_of_memory) == (0, False)
-    assert executed(hog).stdout == b"400\n"
+    assert execute(hog).stdout == b"400\n"
 
 
-def test_processes_are_limited_in_number():
+def test_limits_number_of_processes():
     text = "i=0; while [ $i -lt 60 ]; do sleep 30 & i=$((i+1)); done; echo all"
-    assert b"all" not in executed(text, {"max_processes": 40}).stdout
-    assert executed(text, {"max_processes": 80}).stdout == b"all\n"
+    assert b"all" not in execute(text, {"max_processes": 40}).stdout
+    assert execute(text, {"max_processes": 80}).stdout == b"all\n"
     if has_process_limit_per_namespace():  # refused by its limit, a fork costs next to nothing
         limit = "import resource; print(*resource.getrlimit(resource.RLIMIT_NPROC))"
-        assert executed(["python3", "-c", limit], {"max_processes": 80}).stdout == b"80 80\n"
+        assert execute(["python3", "-c", limit], {"max_processes": 80}).stdout == b"80 80\n"
 
 
-def test_the_dead_whose_parents_left_them_are_buried():
+def test_reaps_orphaned_processes():
     text = "for i in $(seq 100); do (true &); done; echo all"
-    result = executed(text + "; sleep 0.1; ps -A | grep -c defunct", {"max_processes": 40})
+    result = execute(text + "; sleep 0.1; ps -A | grep -c defunct", {"max_processes": 40})
     assert result.stdout == b"all\n0\n", result.stderr
 
 
-def test_the_disk_is_limited_in_bytes_and_in_files():
+def test_limits_bytes_and_files_of_disk():
     fill = "head -c 30000000 /dev/zero > {}; echo $?"
     for place in ("/app/x", "/tmp/x", "/dev/shm/x"):
-        assert executed(fill.format(place), {"disk_bytes": 20 * MIB}).stdout == b"1\n", place
-        assert executed(fill.format(place), {"disk_bytes": 40 * MIB}).stdout == b"0\n", place
+        assert execute(fill.format(place), {"disk_bytes": 20 * MIB}).stdout == b"1\n", place
+        assert execute(fill.format(place), {"disk_bytes": 40 * MIB}).stdout == b"0\n", place
     many = "for i in $(seq 300); do : > $i || exit 1; done; echo all"
-    assert executed(many, {"max_files": 200}).stdout == b""
-    assert executed(many, {"max_files": 400}).stdout == b"all\n"
+    assert execute(many, {"max_files": 200}).stdout == b""
+    assert execute(many, {"max_files": 400}).stdout == b"all\n"
 
 
 @pytest.mark.slow
 @root_only
-def test_processors_are_shared_out():
+def test_limits_cpus():
     burn = "import time\ns = time.monotonic()\nwhile time.monotonic() < s + 1: pass\n"
     burn += "print(time.process_time())"
-    assert float(executed(["python3", "-I", "-c", burn], {"cpus": 0.2}).stdout) < 0.5
+    assert float(execute(["python3", "-I", "-c", burn], {"cpus": 0.2}).stdout) < 0.5
 
 
-def test_files_go_in_and_come_out(tmp_path):
+def test_copies_files_in_and_out(tmp_path):
     folder = tmp_path / "task"
     (folder / "empty").mkdir(parents=True)
     (folder / "run.sh").write_text("#!/bin/sh\ncat data")
@@ -252,7 +252,7 @@ def test_files_go_in_and_come_out(tmp_path):
 
 
 @root_only
-def test_what_root_puts_is_not_the_agents():
+def test_files_of_root_do_not_belong_to_agent():
     async def work(box):
         await box.put("/tests/check.py", b"secret", user="root", mode=0o600)
         await box.put("/app/mine", b"")
@@ -263,18 +263,18 @@ def test_what_root_puts_is_not_the_agents():
     assert b"Permission denied" in result.stderr
 
 
-def test_a_full_disk_is_told_when_files_go_in():
+def test_reports_full_disk_for_files():
     with pytest.raises(SandboxFileError, match="No space left"):
         in_box(lambda box: box.put("/app/x", bytes(3 * MIB)), disk_bytes=2 * MIB)
 
 
 @pytest.mark.parametrize("path", ["work/x", "/app/../etc/x", "/.."])
-def test_paths_in_a_sandbox_are_absolute_and_plain(path):
+def test_rejects_relative_and_indirect_paths(path):
     with pytest.raises(ValueError, match="absolute path"):
         in_box(lambda box: box.put(path, b""))
 
 
-def test_a_snapshot_is_a_start_for_others_and_they_do_not_change_it():
+def test_snapshot_is_immutable_base():
     first = (
         "mkdir -p old/in kept; echo 1 > old/in/x; echo 1 > kept/x; echo 1 > gone; ln kept/x twin"
     )
@@ -300,7 +300,7 @@ def test_a_snapshot_is_a_start_for_others_and_they_do_not_change_it():
 
 
 async def isolated_umask(work):
-    """Folders of snapshots are made under any umask."""
+    """Runs work with a strict umask, because folders of snapshots are made under any umask."""
     before = os.umask(0o077)
     try:
         inside, after, original = await work()
@@ -318,8 +318,8 @@ async def isolated_umask(work):
     ]
 
 
-def test_a_snapshot_larger_than_the_disk_is_refused():
-    """A sparse file takes no room in the sandbox and would take its whole length outside."""
+def test_rejects_snapshot_larger_than_disk():
+    """A sparse file takes no room in the sandbox, and would take its full length outside."""
 
     async def work(box):
         await box.exec("truncate -s 1T x")
@@ -331,13 +331,15 @@ def test_a_snapshot_larger_than_the_disk_is_refused():
 
 @pytest.fixture
 def root_folder(tmp_path):
-    """A root file system of a few programs."""
+    """Returns a root file system of a few programs."""
     folder = tmp_path / "base"
     wanted = set()
     for name in ("sh", "sleep", "ls", "cat", "stat", "rm"):
         program = shutil.which(name)
-        told = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        wanted |= {word for word in told.split() if word.startswith("/")}
+        libraries = subprocess.run(
+            ["ldd", program], capture_output=True, text=True, check=True
+        ).stdout
+        wanted |= {word for word in libraries.split() if word.startswith("/")}
         (folder / "bin").mkdir(parents=True, exist_ok=True)
         shutil.copy(program, folder / "bin" / name)
     for library in wanted:
@@ -352,23 +354,23 @@ def root_folder(tmp_path):
     return folder
 
 
-def test_a_folder_with_a_root_file_system_is_a_base(root_folder):
+def test_accepts_root_file_system_as_base(root_folder):
     layer = Layer.of_folder(root_folder)
-    assert layer == Layer.of_folder(root_folder)  # its owners are changed but once
+    assert layer == Layer.of_folder(root_folder)  # owners are changed only once
     config = {"base": layer}
-    result = executed("stat -c '%u %a' /etc/passwd /bin/cat; cat /etc/passwd; ls /bin", config)
+    result = execute("stat -c '%u %a' /etc/passwd /bin/cat; cat /etc/passwd; ls /bin", config)
     owner = "7" if os.getuid() == 0 else "0"
     assert result.stdout.decode().splitlines() == [
         *(f"{owner} 644", "0 4755", "root:x:0:0::/:/bin/sh", "bird:x:7:7::/:/bin/sh"),
         *("cat", "ls", "rm", "sh", "sleep", "stat"),
     ]
-    assert executed("rm /bin/ls /etc/passwd && ls", config, user="root").code == 127
+    assert execute("rm /bin/ls /etc/passwd && ls", config, user="root").code == 127
     assert sorted(os.listdir(root_folder / "bin")) == ["cat", "ls", "rm", "sh", "sleep", "stat"]
     with pytest.raises(ValueError, match="no /bin/sh"):
         Layer.of_folder(root_folder / "etc")
 
 
-def test_ten_at_once():
+def test_runs_ten_sandboxes_concurrently():
     async def one(number):
         result = await run_python(f"print({number} * 2)")
         return result.code, int(result.stdout)
@@ -379,12 +381,12 @@ def test_ten_at_once():
     assert run(work()) == [(0, number * 2) for number in range(10)]
 
 
-def test_a_program_that_is_longer_than_an_argument():
+def test_runs_program_longer_than_an_argument():
     code = "print(len('''" + "é" * 150_000 + "'''))"
     assert run(run_python(code)).stdout == b"150000\n"
 
 
-def test_commands_run_beside_each_other_in_one_sandbox():
+def test_runs_commands_concurrently_in_one_sandbox():
     async def work(box):
         start = time.monotonic()
         results = await asyncio.gather(*(box.exec(f"sleep 0.6; echo {n}") for n in range(5)))
@@ -407,28 +409,28 @@ def test_commands_run_beside_each_other_in_one_sandbox():
         ({"isolation": "docker"}, "isolation is 'docker'"),
     ],
 )
-def test_wrong_settings_are_refused(wrong, message):
+def test_rejects_invalid_config(wrong, message):
     with pytest.raises(ValueError, match=message):
         SandboxConfig(**wrong)
 
 
-def test_an_unknown_user_is_refused():
+def test_rejects_unknown_user():
     with pytest.raises(ValueError, match="'agent' or 'root'"):
-        executed("id", user="admin")
+        execute("id", user="admin")
 
 
-def test_without_bubblewrap_nothing_runs_and_the_package_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(sandbox.sandbox, "PATH", str(tmp_path))
+def test_names_missing_package_bubblewrap(monkeypatch, tmp_path):
+    monkeypatch.setattr(sandbox.bubblewrap, "PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
-        executed("touch /tmp/never")
+        execute("touch /tmp/never")
 
 
-def test_why_a_sandbox_did_not_start_is_told(tmp_path):
+def test_reports_why_sandbox_did_not_start(tmp_path):
     with pytest.raises(SandboxError, match="No such file or directory.*gone"):
-        executed("true", {"base": Layer((tmp_path / "gone",))})
+        execute("true", {"base": Layer((tmp_path / "gone",))})
 
 
-def test_trusted_programs_may_run_without_isolation_and_the_log_says_so(caplog, tmp_path):
+def test_logs_that_programs_run_without_isolation(caplog, tmp_path):
     async def work(box):
         await box.put("/app/x.py", b"print(open('/proc/1/comm').read() != '')")
         result = await box.exec(["python3", "-I", "x.py"])
@@ -445,7 +447,7 @@ def test_trusted_programs_may_run_without_isolation_and_the_log_says_so(caplog, 
     assert "not limited" in limits["network"]
 
 
-def test_a_sandbox_that_is_lost_is_an_error_and_no_result():
+def test_lost_sandbox_raises():
     async def work(box):
         first = await first_process(box)
         running = asyncio.create_task(box.exec("sleep 30"))
@@ -461,7 +463,7 @@ def test_a_sandbox_that_is_lost_is_an_error_and_no_result():
     in_box(work)
 
 
-def test_a_stopped_sandbox_refuses_and_can_be_stopped_again():
+def test_stopped_sandbox_refuses_commands():
     async def work():
         box = Sandbox()
         with pytest.raises(SandboxError, match="not started"):
@@ -481,7 +483,7 @@ def test_a_stopped_sandbox_refuses_and_can_be_stopped_again():
     run(work())
 
 
-def test_modes_of_files_survive_a_layer():
+def test_layer_keeps_modes_of_files():
     async def work():
         async with Sandbox() as box:
             await box.exec("mkdir closed; echo x > closed/f; chmod 640 closed/f; chmod 0 closed")

@@ -1,4 +1,4 @@
-"""Ways out of a sandbox, ways to a reward that is not earned, and what stands in each."""
+"""Attacks on a sandbox and on rewards, and the barriers against each."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ REFUSED = {
     "make_device": "EPERM",
     "write_kernel_setting": "EACCES",
     "allow_user_namespaces": "EACCES",
-    # On a kernel that has it, EACCES.
+    # EACCES on a kernel that has it
     "sysrq": "EACCES" if os.path.exists("/proc/sysrq-trigger") else "ENOENT",
     "read_kernel_log": "EPERM",
     "chroot_out": "EPERM",
@@ -73,7 +73,7 @@ ROOT = {
     "stop_first_process": "state S: not stopped, not dead",
     "gain_capabilities": "only [0, 1, 2, 3, 4, 5, 6, 7, 10]",
 }
-# What the probe would do if nothing stood in its way, as far as that harms nobody.
+# Harmless actions of the probe, which work without a sandbox.
 HARMLESS = ("read_host_file", "read_host_environment", "connect_to_host", "connect_to_host_by_name")
 HARMLESS += (
     "keep_the_right_to_gain_privileges",
@@ -90,8 +90,8 @@ if any(os.listdir(path) for path in HOMES):
     HARMLESS += ("list_homes",)
 
 
-def tried(user, attacks, tmp_path, **config):
-    """The probe's outcomes; what it is to find on the host is there."""
+def probe_outcomes(user, attacks, tmp_path, **config):
+    """Returns the probe's outcomes, with everything on the host that it looks for."""
     (tmp_path / "host.txt").write_text("secret")
     tmp_path.chmod(0o755)
     holder = subprocess.Popen(["sleep", "100"], env={"PROBE_SECRET": "very-secret"})
@@ -125,19 +125,19 @@ def tried(user, attacks, tmp_path, **config):
 
 @root_only
 @pytest.mark.parametrize("user", ["agent", "root"])
-def test_nothing_leads_out(user, tmp_path):
+def test_probe_cannot_get_out(user, tmp_path):
     expected = REFUSED | (ROOT if user == "root" else AGENT)
-    assert tried(user, expected, tmp_path) == expected
+    assert probe_outcomes(user, expected, tmp_path) == expected
 
 
-def test_the_probe_gets_through_where_nothing_stands_in_its_way(tmp_path):
+def test_probe_works_without_isolation(tmp_path):
     names = [*HARMLESS, *(HARMLESS_AS_ROOT if os.getuid() == 0 else ())]
-    found = tried("agent", names, tmp_path, isolation="none")
-    assert found == dict.fromkeys(names, "worked")
+    outcomes = probe_outcomes("agent", names, tmp_path, isolation="none")
+    assert outcomes == dict.fromkeys(names, "worked")
 
 
-def test_no_command_enters_before_the_sandbox_is_set_up(monkeypatch):
-    """Bubblewrap tells the first process's number before that: who goes by it finds half a sandbox."""
+def test_commands_wait_for_complete_sandbox(monkeypatch):
+    """Bubblewrap reports the first process's number earlier, when the sandbox is incomplete."""
     shell, option, program = launch_spec.HOLDER
     late = "sleep 0.4; echo done > /tmp/set-up; " + program
     monkeypatch.setattr(launch_spec, "HOLDER", (shell, option, late))
@@ -145,14 +145,14 @@ def test_no_command_enters_before_the_sandbox_is_set_up(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sandbox_that_is_not_set_up_in_time_is_an_error(monkeypatch):
+def test_setup_timeout_raises(monkeypatch):
     monkeypatch.setattr(launch_spec, "HOLDER", ("/bin/sleep", "infinity"))
     with pytest.raises(SandboxError, match="nothing happened within 1 s"):
         in_box(lambda box: box.exec("true"), start_timeout_s=1)
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("command", "message"),
     [
         ("ln -s /etc/passwd x", "x: a link, not a regular file"),
         ("ln -s x x", "x: a link, not a regular file"),
@@ -163,9 +163,9 @@ def test_a_sandbox_that_is_not_set_up_in_time_is_an_error(monkeypatch):
         ("head -c 101 /dev/zero > x", "more than the maximum of 100 bytes"),
     ],
 )
-def test_only_a_small_regular_file_is_taken_out(made, message):
+def test_gets_only_small_regular_files(command, message):
     async def work(box):
-        assert (await box.exec(made)).code == 0
+        assert (await box.exec(command)).code == 0
         start = time.monotonic()
         with pytest.raises(SandboxFileError, match=message):
             await box.get("/app/x", 100)
@@ -176,7 +176,7 @@ def test_only_a_small_regular_file_is_taken_out(made, message):
     assert in_box(work) == bytes(100)
 
 
-def test_a_device_is_not_taken_out_nor_what_lies_behind_a_linked_folder():
+def test_gets_no_device_or_file_below_link():
     async def work(box):
         await box.exec("mkdir real; echo x > real/file; ln -s real linked; ln -s / up")
         for path, message in [
@@ -199,7 +199,7 @@ def test_a_device_is_not_taken_out_nor_what_lies_behind_a_linked_folder():
     assert in_box(work) == b"x\n"
 
 
-def test_what_goes_in_replaces_links_and_pipes_and_writes_through_none():
+def test_put_replaces_links_and_pipes():
     async def work(box):
         await box.exec("echo old > target; ln -s target link; mkfifo pipe; ln target hard")
         for name in ("link", "pipe", "hard"):
@@ -210,7 +210,7 @@ def test_what_goes_in_replaces_links_and_pipes_and_writes_through_none():
     assert result.stdout == b"regular file\n" * 3 + b"old\nnew"
 
 
-def test_links_and_pipes_in_a_folder_are_not_followed():
+def test_copies_no_links_and_pipes_of_folder():
     async def work(box):
         text = "mkdir a; echo x > a/file; ln -s /etc/passwd a/link; ln -s .. a/up; mkfifo a/pipe"
         await box.exec(text)
@@ -230,7 +230,7 @@ def test_links_and_pipes_in_a_folder_are_not_followed():
 
 
 @pytest.mark.slow
-def test_files_that_come_and_go_while_they_are_read_are_no_failure_of_the_sandbox():
+def test_changing_files_are_no_sandbox_failure():
     churn = "import os\nwhile True:\n  for i in range(50):\n"
     churn += (
         "    open(str(i), 'w').write('x' * 9999); os.rename(str(i), 'y'); os.symlink('y', str(i))\n"
@@ -258,7 +258,7 @@ def test_files_that_come_and_go_while_they_are_read_are_no_failure_of_the_sandbo
     assert result.timed_out, result.stderr
 
 
-def test_planted_modules_do_not_reach_an_isolated_interpreter():
+def test_isolated_interpreter_ignores_planted_modules():
     async def work(box):
         for name in ("json", "sitecustomize", "conftest", "usercustomize"):
             await box.put(f"/app/{name}.py", b"print('forged')")
@@ -271,8 +271,8 @@ def test_planted_modules_do_not_reach_an_isolated_interpreter():
 
 
 @root_only
-def test_an_agents_work_is_graded_where_the_agent_never_was():
-    """The daemon, the replaced interpreter and the tests made beforehand stay in the stopped sandbox."""
+def test_grades_work_in_fresh_sandbox():
+    """The daemon, the replaced interpreter and the planted tests stay in the stopped sandbox."""
     forge = "while true; do mkdir -p /logs; echo 1 > /logs/reward; sleep 0.01; done"
 
     async def work():
@@ -312,8 +312,8 @@ def test_an_agents_work_is_graded_where_the_agent_never_was():
 
 
 @root_only
-def test_root_inside_cannot_take_the_sandbox_away():
-    """A program that fails could else turn its reward of 0 into none."""
+def test_root_inside_cannot_break_sandbox():
+    """Otherwise a failing program could turn its reward of 0 into none."""
     bomb = "import os, signal\nfor _ in range(3):\n  try: os.kill(-1, signal.SIGKILL)\n"
     bomb += "  except OSError: pass\nfor pid in range(1, os.getpid()):\n  try: os.kill(pid, signal.SIGKILL)\n"
     bomb += "  except OSError: pass\nprint('on')"
@@ -328,4 +328,4 @@ def test_root_inside_cannot_take_the_sandbox_away():
     assert after.code in (
         126,
         127,
-    )  # there is no loader any more, and it is told as the program's doing
+    )  # the loader is missing, and the program is blamed for it

@@ -1,4 +1,4 @@
-"""Nothing is left of a sandbox, whatever ran in it and however it ended; its neighbours notice nothing."""
+"""A sandbox leaves nothing, whatever ran in it and however it ended, and its neighbours are not affected."""
 
 import asyncio
 import os
@@ -17,8 +17,8 @@ from glm5_jax.envs.sandbox import (
     Sandbox,
     SandboxConfig,
     SandboxError,
+    bubblewrap,
     run_python,
-    sandbox as sandbox_module,
 )
 from glm5_jax.envs.sandbox.cgroups import Groups
 from tests.envs.leftovers import (
@@ -81,14 +81,14 @@ POISONS = [FORK_BOMB, MEMORY_HOG, MUCH_OUTPUT, DAEMONS, FULL_DISK]
 CONFIG = SandboxConfig(timeout_s=4, memory_bytes=2**28, disk_bytes=2**27, max_processes=100)
 
 
-async def poisoned(poison: str, stop_first: bool):
+async def run_poisoned(poison: str, stop_first: bool):
     async with Sandbox(CONFIG) as box:
         if stop_first:
             os.kill(await first_process(box), signal.SIGSTOP)
         return await box.exec(["python3", "-I", "-c", textwrap.dedent(poison)])
 
 
-async def healthy(number: int):
+async def run_healthy(number: int):
     start = time.monotonic()
     for _ in range(3):
         result = await run_python(f"print({number} + sum(range(10**5)))")
@@ -97,16 +97,16 @@ async def healthy(number: int):
 
 
 @pytest.mark.slow
-def test_poisoned_sandboxes_do_not_harm_their_neighbours():
+def test_poisoned_sandboxes_do_not_affect_neighbours():
     """Acceptance check 28 of the specification."""
 
     async def work():
         bad = [
-            asyncio.create_task(poisoned(poison, stop_first))
+            asyncio.create_task(run_poisoned(poison, stop_first))
             for poison, stop_first in [*((poison, False) for poison in POISONS), (DAEMONS, True)]
         ]
         await asyncio.sleep(0.5)
-        times = await asyncio.gather(*(healthy(number) for number in range(4)))
+        times = await asyncio.gather(*(run_healthy(number) for number in range(4)))
         return await asyncio.gather(*bad), times
 
     (bomb, hog, output, daemons, disk, stopped), times = run(work())
@@ -118,8 +118,8 @@ def test_poisoned_sandboxes_do_not_harm_their_neighbours():
     assert max(times) < 30  # each started, ran and ended three sandboxes
 
 
-def test_what_a_sandbox_is_made_of_is_seen_from_outside():
-    """The checks of the other tests are no checks if they cannot see."""
+def test_detects_parts_of_running_sandbox():
+    """Shows that the checks of the other tests can detect something."""
 
     async def work():
         before = all_that_sandboxes_make()
@@ -138,26 +138,26 @@ def test_what_a_sandbox_is_made_of_is_seen_from_outside():
     assert os.getuid() != 0 or "groups" in during
 
 
-def test_what_an_earlier_test_forgot_is_not_this_ones(tmp_path):
-    """Python closes it whenever it collects garbage, so counts of before and after differ."""
+def test_ignores_files_of_earlier_tests(tmp_path):
+    """Python closes files whenever it collects garbage, so counts before and after differ."""
     forgotten = open(tmp_path / "forgotten", "w")
     before = all_that_sandboxes_make()
     forgotten.close()
     assert made_since(before) == {}
-    with open(tmp_path / "own", "w") as own:
-        assert made_since(before) == {"descriptors": {(str(own.fileno()), own.name)}}
+    with open(tmp_path / "own", "w") as file:
+        assert made_since(before) == {"descriptors": {(str(file.fileno()), file.name)}}
 
 
 @pytest.mark.parametrize(
     "stage", slow_but(["start", "exec"], ["start", "exec", "put", "save", "snapshot"])
 )
-def test_a_cancelled_sandbox_leaves_nothing(stage):
-    """At moments from the first system call to the last; nothing_left looks afterwards."""
+def test_cancelled_sandbox_leaves_nothing(stage):
+    """Cancels at moments from the first system call to the last; nothing_left checks afterwards."""
     rng = random.Random(stage)
 
-    async def whole(begun):
+    async def use_sandbox(started):
         async with Sandbox() as box:
-            begun.set()
+            started.set()
             if stage == "exec":
                 await box.exec("setsid sleep 1008 & sleep 1008")
             elif stage == "put":
@@ -170,15 +170,15 @@ def test_a_cancelled_sandbox_leaves_nothing(stage):
                 await box.exec("head -c 30000000 /dev/zero > x")
                 (await box.snapshot()).remove()
             else:
-                begun.clear()
+                started.clear()
 
     async def work():
         cancelled = 0
         for number in range(12):
-            begun = asyncio.Event()
-            task = asyncio.create_task(whole(begun))
+            started = asyncio.Event()
+            task = asyncio.create_task(use_sandbox(started))
             if stage != "start":
-                await begun.wait()
+                await started.wait()
             await asyncio.sleep(rng.uniform(0, 0.09) if number else 0)
             task.cancel()
             await asyncio.sleep(0)
@@ -192,7 +192,7 @@ def test_a_cancelled_sandbox_leaves_nothing(stage):
     assert run(work()) > 0
 
 
-def test_an_exception_in_the_block_leaves_nothing_and_is_passed_on():
+def test_raises_exception_of_block_and_leaves_nothing():
     async def work():
         async with Sandbox() as box:
             await box.exec("sleep 1009 >/dev/null 2>&1 &")
@@ -202,7 +202,7 @@ def test_an_exception_in_the_block_leaves_nothing_and_is_passed_on():
         run(work())
 
 
-def test_a_time_limit_around_a_command_ends_it():
+def test_asyncio_timeout_ends_command():
     async def work():
         async with Sandbox() as box:
             with pytest.raises(TimeoutError):
@@ -214,7 +214,7 @@ def test_a_time_limit_around_a_command_ends_it():
 
 
 @root_only
-def test_a_stopped_first_process_does_not_hold_the_sandbox():
+def test_ends_sandbox_with_stopped_first_process():
     async def work():
         start = time.monotonic()
         async with Sandbox() as box:
@@ -227,7 +227,7 @@ def test_a_stopped_first_process_does_not_hold_the_sandbox():
     assert left == [] and took < 10
 
 
-def test_bubblewrap_killed_from_outside_takes_the_sandbox_along():
+def test_sandbox_ends_with_killed_bubblewrap():
     async def work():
         async with Sandbox() as box:
             await box.exec("sleep 1012 >/dev/null 2>&1 &")
@@ -257,13 +257,13 @@ OWNER = """
 """
 
 
-def test_the_sandboxes_of_a_killed_process_end_and_what_is_left_is_swept_by_the_next(plain_env):
+def test_killed_process_ends_sandboxes_and_next_one_sweeps(plain_env):
     command = [sys.executable, "-c", textwrap.dedent(OWNER)]
     env = plain_env | {"TMPDIR": tempfile.gettempdir()}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as owner:
         assert owner.stdout.readline() == b"running\n"
         time.sleep(0.3)
-        found, left = groups(owner.pid), folders(owner.pid)
+        group_names, left = groups(owner.pid), folders(owner.pid)
         (namespace,) = namespaces()
         assert len(processes_in(namespace)) == 4
         owner.kill()
@@ -273,37 +273,37 @@ def test_the_sandboxes_of_a_killed_process_end_and_what_is_left_is_swept_by_the_
         time.sleep(0.02)
     assert processes_in(namespace) == []
 
-    async def taken():
+    async def take_snapshot():
         async with Sandbox() as box:
             (await box.snapshot()).remove()
 
     assert run(run_python("print(1)")).stdout == b"1\n"
     assert groups(owner.pid) == [] and folders(owner.pid) == left != []
-    run(taken())
+    run(take_snapshot())
     assert folders(owner.pid) == []
-    assert found or os.getuid() != 0
+    assert group_names or os.getuid() != 0
 
 
 SLOW_START = """
     import asyncio
-    from glm5_jax.envs.sandbox import Sandbox, sandbox as sandbox_module
+    from glm5_jax.envs.sandbox import Sandbox, bubblewrap
 
-    launch = sandbox_module.launch_task
-    sandbox_module.launch_task = lambda *given: launch(*given) | {"command": ["/bin/sleep", "1014"]}
+    launch = bubblewrap.launch_task
+    bubblewrap.launch_task = lambda *given: launch(*given) | {"command": ["/bin/sleep", "1014"]}
     asyncio.run(Sandbox().start())
 """
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_a_sandbox_starts_takes_it_along(plain_env):
-    """At a time when bubblewrap, which sees to it later, has not begun."""
+def test_starting_sandbox_ends_with_killed_process(plain_env):
+    """Kills before bubblewrap, which later ends with its parent, has started."""
     command = [sys.executable, "-c", textwrap.dedent(SLOW_START)]
     with subprocess.Popen(command, env=plain_env) as owner:
-        while not (found := sleepers_of(owner.pid)):
+        while not (sleepers := sleepers_of(owner.pid)):
             assert owner.poll() is None
             time.sleep(0.01)
         owner.kill()
-    [sandbox] = found
+    [sandbox] = sleepers
     for _ in range(500):
         if not sandbox.exists():
             break
@@ -312,34 +312,32 @@ def test_a_process_killed_while_a_sandbox_starts_takes_it_along(plain_env):
 
 
 def sleepers_of(pid: int) -> list[pathlib.Path]:
-    """Its children that have become what was to be bubblewrap."""
+    """Returns children of a process that have become the fake bubblewrap."""
     children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    found = [pathlib.Path("/proc", child) for child in children]
-    return [path for path in found if b"1014" in (path / "cmdline").read_bytes()]
+    processes = [pathlib.Path("/proc", child) for child in children]
+    return [path for path in processes if b"1014" in (path / "cmdline").read_bytes()]
 
 
-def test_a_sandbox_whose_caller_is_gone_does_not_start(monkeypatch):
-    """Nobody would end it."""
-    launch = sandbox_module.launch_task
-    monkeypatch.setattr(
-        sandbox_module, "launch_task", lambda *given: launch(*given) | {"caller": 1}
-    )
+def test_sandbox_without_caller_does_not_start(monkeypatch):
+    """No process would end it."""
+    launch = bubblewrap.launch_task
+    monkeypatch.setattr(bubblewrap, "launch_task", lambda *args: launch(*args) | {"caller": 1})
     with pytest.raises(SandboxError, match="its caller is gone"):
         run(Sandbox().start())
 
 
-def test_what_cannot_be_removed_is_told_and_takes_no_result_away(monkeypatch, caplog):
+def test_reports_remains_and_keeps_result(monkeypatch, caplog):
     remove = Groups.remove
 
-    async def removed(groups, seconds):
+    async def report_remains(groups, seconds):
         return [*await remove(groups, seconds), "/a/group"]
 
-    monkeypatch.setattr(Groups, "remove", removed)
+    monkeypatch.setattr(Groups, "remove", report_remains)
     assert run(run_python("print(1)")).stdout == b"1\n"
     assert "could not be removed completely: /a/group is left" in caplog.text
 
 
-def test_no_temporary_folder_is_made_for_a_sandbox(tmp_path):
+def test_makes_no_temporary_folder(tmp_path):
     async def work():
         async with Sandbox() as box:
             await box.exec("echo x > /tmp/x")

@@ -1,4 +1,4 @@
-"""Folders that are copied into a sandbox: as they are, and without being held in memory."""
+"""Folders that are copied into a sandbox: exact, and not held in memory."""
 
 import os
 import tracemalloc
@@ -34,7 +34,7 @@ def test_copies_large_files_without_holding_them(tmp_path):
     assert peak < 16 * MIB
 
 
-def test_names_a_pipe_in_a_folder_that_is_copied(tmp_path):
+def test_names_pipe_in_copied_folder(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "folder" / "pipe")
 

@@ -1,4 +1,4 @@
-"""Sandboxes of an ordinary user, who has neither groups of processes nor a second user to give."""
+"""Sandboxes of an ordinary user, without control groups and without a second user."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from glm5_jax.envs import sandbox
 from tests.envs.test_sandbox_attacks import PROBE, REFUSED, ROOT
 
 NOBODY = 65534
-# Nothing to find on the host, and a number that no process has.
+# Nothing to find on the host, and a number without a process.
 HOST = {"file": "/etc/shadow", "secret": "very-secret", "port": 1, "name": "none", "pid": 2**30}
 
 
 @pytest.fixture(scope="module")
-def told(_isolation):
-    """What `ordinary.py` prints and logs, run by nobody with an interpreter that nobody can read."""
+def report(_isolation):
+    """Returns the outcomes and the log of `ordinary.py`, run by the user nobody with an unreadable interpreter."""
     if os.getuid() != 0:
         pytest.skip("the other tests of sandboxes run as an ordinary user already")
     assert _isolation is None
@@ -51,38 +51,38 @@ def told(_isolation):
     return json.loads(result.stdout), result.stderr
 
 
-def test_nothing_leads_out(told):
-    found, _ = told
-    # Agent and root are one user there, without and with what capabilities root keeps.
+def test_probe_cannot_get_out(report):
+    results, _ = report
+    # Agent and root are one user; root has all capabilities that bubblewrap keeps.
     for user, capabilities in (("root", [0, 1, 2, 3, 4, 5, 6, 7, 10]), ("agent", [])):
         expected = REFUSED | ROOT | {"gain_capabilities": f"only {capabilities}"}
-        assert found[user] == expected
+        assert results[user] == expected
 
 
-def test_the_limits_hold_as_far_as_they_are_said_to(told):
-    found, log = told
-    limits = found["limits"]
+def test_limits_hold_as_reported(report):
+    results, log = report
+    limits = results["limits"]
     assert limits["memory"] == "rlimit: each process, not all together"
     assert limits["processes"] == "rlimit"
     assert limits["cpus"] == "not limited"
     assert limits["users"] == "one: root and agent are not apart"
     assert "lack limits that this machine does not provide" in log
-    assert found["memory"] == ""
-    assert (found["processes"], found["more processes"]) == ("", "all\n")
-    assert found["disk"] == "1\n"
-    assert found["late"] == [True, "0\n"]
-    # What stops whoever comes to end it, who is the same user, gains no minute by that.
-    timed_out, took = found["stopper"]
+    assert results["memory"] == ""
+    assert (results["processes"], results["more processes"]) == ("", "all\n")
+    assert results["disk"] == "1\n"
+    assert results["late"] == [True, "0\n"]
+    # A program of the same user that stops its supervisors does not delay its end.
+    timed_out, took = results["stopper"]
     assert timed_out and took < 30
 
 
-def test_files_and_layers(told):
-    found, _ = told
-    assert found["files"] == "1"
-    assert found["link"].endswith("/app/a/link: a link, not a regular file")
-    assert found["layer"] == "on\na\ny\n"
+def test_copies_files_and_layers(report):
+    results, _ = report
+    assert results["files"] == "1"
+    assert results["link"].endswith("/app/a/link: a link, not a regular file")
+    assert results["layer"] == "on\na\ny\n"
 
 
-def test_nothing_is_left(told):
-    found, _ = told
-    assert found["left"] == [] and not found["folders"]
+def test_leaves_nothing(report):
+    results, _ = report
+    assert results["left"] == [] and not results["folders"]

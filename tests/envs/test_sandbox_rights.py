@@ -1,4 +1,4 @@
-"""Programs that root starts under a policy keep its rights by the file that they are, and links can be stopped."""
+"""Programs that root starts under a policy keep its rights by their file, and links can be stopped."""
 
 import dataclasses
 import os
@@ -44,7 +44,7 @@ STARTED = {
     "cp /app/prog /app/p; mv /app/p /moved; /moved": AGENT,
     "printf 'id -u' > /new; sh /new": AGENT,
     "sed -n 1e\\ id\\ -u /app/prog": AGENT,
-    "LD_LIBRARY_PATH=/app id -u": ROOT,  # it loads nothing from there
+    "LD_LIBRARY_PATH=/app id -u": ROOT,  # it loads no library there
     "export LD_PRELOAD=/app/libc.so.6; bash -c 'id -u'": ROOT,
     "LD_LIBRARY_PATH=/lib/none timeout 5 /app/loads": f"/lib/none {AGENT}",
     "export LD_LIBRARY_PATH=/lib/none; bash -c 'cd /app; ./loads'": f"/lib/none {AGENT}",
@@ -66,7 +66,7 @@ STARTED = {
 }
 
 
-async def prepared(box):
+async def prepare(box):
     await box.put("/app/prog", b"#!/bin/sh\nid -u\n", mode=0o755)
     await box.put("/app/plain", b"id -u\n", mode=0o755)
     await box.put("/app/loads", b"#!/bin/sh\necho $LD_LIBRARY_PATH $(id -u)\n", mode=0o755)
@@ -85,21 +85,23 @@ async def prepared(box):
 
 def test_decides_rights_by_file():
     async def work():
-        found = {}
+        results = {}
         async with Sandbox(SandboxConfig(timeout_s=10)) as box:
-            await prepared(box)
+            await prepare(box)
             for command in STARTED:
                 script = ["/bin/bash", "-c", f"{command}\nexit 7"]
                 done = await box.exec(script, user="root", cwd="/", policy=POLICY)
-                found[command] = done.stdout.decode().strip().splitlines()[:1], done.stderr
-        return found
+                results[command] = done.stdout.decode().strip().splitlines()[:1], done.stderr
+        return results
 
-    found = run(work())
-    assert {command: said for command, said in found.items() if said[0] != [STARTED[command]]} == {}
+    results = run(work())
+    assert {
+        command: outcome for command, outcome in results.items() if outcome[0] != [STARTED[command]]
+    } == {}
 
 
 def test_refuses_watched_files_through_links():
-    """A link that is gone before anybody looks has been followed all the same."""
+    """A link that is removed before the check has been followed all the same."""
     commands = {
         "cat /secret/key; cd /secret; cat key; cat < ./key; cat /dev/stdin < key": "",
         "cat /app/link/key": "a link at /app/link/key led to files of root's",
@@ -108,15 +110,15 @@ def test_refuses_watched_files_through_links():
 
     async def work():
         async with Sandbox(SandboxConfig(timeout_s=10)) as box:
-            await prepared(box)
+            await prepare(box)
             return {
                 command: await box.exec(command, user="root", cwd="/", policy=POLICY)
                 for command in commands
             }
 
-    found = run(work())
-    assert {command: done.alert for command, done in found.items()} == commands
-    assert [done.stdout for done in found.values()] == [b"answer\n" * 4, b"", b""]
+    results = run(work())
+    assert {command: done.alert for command, done in results.items()} == commands
+    assert [done.stdout for done in results.values()] == [b"answer\n" * 4, b"", b""]
 
 
 def test_notices_full_disk_under_supervision():
@@ -136,11 +138,11 @@ def test_hides_processes_of_other_users():
             look = "grep -asc ^sleep /proc/[0-9]*/cmdline | grep -c :1"
             return [(await box.exec(look, user=user)).stdout for user in ("agent", "root")]
 
-    assert run(work()) == [b"0\n", b"2\n"]  # with the sandbox's first process
+    assert run(work()) == [b"0\n", b"2\n"]  # including the sandbox's first process
 
 
-def test_takes_rights_that_ordinary_process_hands_on():
-    """A reader of all files, as interpreters of tests are, starts a program of the agent's."""
+def test_removes_rights_that_ordinary_process_passes_on():
+    """A process that reads all files, as test interpreters do, starts a program of the agent's."""
     keep = "import ctypes, os, struct\nc = ctypes.CDLL(None)\nc.prctl(8, 1, 0, 0, 0)\nos.setresuid(1000, 1000, 1000)\n"
     keep += "c.capset(struct.pack('Ii', 0x20080522, 0), struct.pack('6I', 4, 4, 4, 0, 0, 0))\nc.prctl(47, 2, 2, 0, 0)\n"
     policy = dataclasses.replace(
@@ -149,7 +151,7 @@ def test_takes_rights_that_ordinary_process_hands_on():
 
     async def work():
         async with Sandbox(SandboxConfig(timeout_s=10)) as box:
-            await prepared(box)
+            await prepare(box)
             await box.exec("chmod 700 /secret", user="root")
             await box.put(
                 "/app/reads", b"#!/bin/sh\ncat /secret/key 2>&1 | head -c 40\n", mode=0o755
@@ -164,7 +166,7 @@ def test_takes_rights_that_ordinary_process_hands_on():
 def test_reports_how_supervised_command_ended():
     async def work():
         async with Sandbox(SandboxConfig(timeout_s=2)) as box:
-            await prepared(box)
+            await prepare(box)
             commands = (
                 "exit 7",
                 "kill -9 $$",
@@ -181,8 +183,8 @@ def test_reports_how_supervised_command_ended():
     assert late.timed_out
 
 
-def test_ends_what_has_rights_with_its_supervision():
-    """A shell that root leaves running could go on with rights that nobody decides on."""
+def test_ends_privileged_processes_with_supervision():
+    """A shell that root leaves running would otherwise continue with unsupervised rights."""
 
     async def work():
         async with Sandbox() as box:
@@ -207,7 +209,7 @@ def test_stops_links_in_folders():
 
 
 def test_saves_sparse_folder_without_its_zeros():
-    """What an attempt has for nothing must not cost the one who grades."""
+    """Files that cost the attempt nothing must not cost the grader anything."""
 
     async def work():
         async with (
@@ -231,10 +233,10 @@ def test_saves_sparse_folder_without_its_zeros():
             look = "stat -c '%n %s %a' big d; tail -c 4 big | od -c; readlink d/l; [ $(stat -c %b big) -lt 100 ] && echo sparse"
             return blocks, (await other.exec(look)).stdout.decode(), (await box.changes(10))
 
-    blocks, said, changes = run(work())
+    blocks, output, changes = run(work())
     assert blocks * 512 < 1 << 22
-    assert said.split("\n")[:2] == ["big 104857603 644", "d 700"] or said.startswith(
+    assert output.split("\n")[:2] == ["big 104857603 644", "d 700"] or output.startswith(
         "big 104857603 644\nd "
     )
-    assert "a   b   c" in said and said.endswith("big\nsparse\n")
+    assert "a   b   c" in output and output.endswith("big\nsparse\n")
     assert changes == ["/app/big", "/app/d/l"]

@@ -1,4 +1,4 @@
-"""search, open and find: what they show, and that every call is answered in words."""
+"""The tools search, open and find: their results, and texts for invalid calls."""
 
 import asyncio
 
@@ -32,36 +32,39 @@ CONFIG = SearchConfig(results=2, shown=24, page=100)
 BOX = Toolbox(search_tools(CONFIG, {"own": CORPUS}.__getitem__), [TASK])
 
 
-def told(name, task=TASK, **arguments):
+def call_tool(name, task=TASK, **arguments):
     return asyncio.run(BOX(task, ToolCall(name, arguments, None, "")))
 
 
-def test_search_shows_ids_titles_and_beginnings_of_the_best():
+def test_search_shows_ids_titles_and_beginnings():
     assert (
-        told("search", query="river VELM")
+        call_tool("search", query="river VELM")
         == "[1] Orn: A river at Velm.\n[0] Velm: Of Velm it is said. And ..."
     )
-    assert told("search", query="nothing at all") == "[2] Quo: Nothing.\n[1] Orn: A river at Velm."
-    assert told("search", query="xyz") == "No passage has any of these words."
+    assert (
+        call_tool("search", query="nothing at all")
+        == "[2] Quo: Nothing.\n[1] Orn: A river at Velm."
+    )
+    assert call_tool("search", query="xyz") == "No passage has any of these words."
 
 
-def test_open_shows_a_passage_page_by_page():
-    assert told("open", id=1) == "[1] Orn\nA river\nat Velm."
-    pages = [told("open", id=0, page=page) for page in range(1, 5)]
+def test_open_shows_passage_by_page():
+    assert call_tool("open", id=1) == "[1] Orn\nA river\nat Velm."
+    pages = [call_tool("open", id=0, page=page) for page in range(1, 5)]
     assert [page.partition("\n")[0] for page in pages] == [
         f"[0] Velm (page {i} of 4)" for i in range(1, 5)
     ]
     assert "".join(page.partition("\n")[2] for page in pages) == LONG
-    assert told("open", id=0) == pages[0] and told("open", id=3) == "[3] No text\n"
+    assert call_tool("open", id=0) == pages[0] and call_tool("open", id=3) == "[3] No text\n"
 
 
-def test_find_shows_where_a_text_stands():
-    first, last = told("find", id=0, text=" velm").splitlines()
+def test_find_shows_positions_of_text():
+    first, last = call_tool("find", id=0, text=" velm").splitlines()
     assert first == "page 1: Of Velm it is said. ..."
     assert last.startswith("page 4: ... ") and last.endswith("Velm ends here.")
-    assert told("find", id=0, text="and so on").splitlines()[-1] == "and 28 more"
-    assert told("find", id=2, text="velm") == "Passage 2 does not have this text."
-    assert told("find", id=0, text=".*") == "Passage 0 does not have this text."
+    assert call_tool("find", id=0, text="and so on").splitlines()[-1] == "and 28 more"
+    assert call_tool("find", id=2, text="velm") == "Passage 2 does not have this text."
+    assert call_tool("find", id=0, text=".*") == "Passage 0 does not have this text."
 
 
 @pytest.mark.parametrize(
@@ -85,8 +88,8 @@ def test_find_shows_where_a_text_stands():
         ("open", {"id": 0, "line": 2}, "open has no line"),
     ],
 )
-def test_bad_arguments_are_answered_in_words(name, arguments, why):
-    assert told(name, **arguments).startswith(f"Error: {why}")
+def test_answers_bad_arguments_with_text(name, arguments, why):
+    assert call_tool(name, **arguments).startswith(f"Error: {why}")
 
 
 anything = (
@@ -98,19 +101,19 @@ anything = (
 
 
 @given(anything, anything, anything)
-def test_any_call_is_answered_by_what_can_be_encoded(one, two, three):
+def test_answers_any_call_with_encodable_text(one, two, three):
     for answer in (
-        told("search", query=one),
-        told("open", id=one, page=two),
-        told("find", id=three, text=one),
+        call_tool("search", query=one),
+        call_tool("open", id=one, page=two),
+        call_tool("find", id=three, text=one),
     ):
         assert answer.encode()
 
 
-def test_a_task_without_passages_is_the_environment_s_failure():
+def test_task_without_passages_raises_tool_error():
     for data in ({}, {"corpus": "poems"}):
         with pytest.raises(ToolError, match="task 'u' has no passages"):
-            told(
+            call_tool(
                 "search",
                 Task(id="u", kind="search", messages=TASK.messages, data=data, tools=SEARCH_TOOLS),
                 query="x",
@@ -120,6 +123,6 @@ def test_a_task_without_passages_is_the_environment_s_failure():
 
 
 @pytest.mark.parametrize("field", ["results", "shown", "page"])
-def test_numbers_are_positive(field):
+def test_rejects_numbers_that_are_not_positive(field):
     with pytest.raises(ValueError, match=f"{field} is 0"):
         SearchConfig(**{field: 0})

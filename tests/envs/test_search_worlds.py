@@ -1,4 +1,4 @@
-"""Questions over passages: whoever follows the hops answers all of them, nobody else does."""
+"""Questions over passages: following the hops answers all of them, and other solvers answer none."""
 
 import asyncio
 import collections
@@ -25,7 +25,7 @@ from tests.envs.search_solvers import BOX, attempt, follow, one_search
 VERIFY = verifier_for("search")
 
 
-def made(kind, size, **options):
+def make_tasks(kind, size, **options):
     return list(tasks(TaskConfig(kind=kind, size=size, held_out_fraction=0, **options)))
 
 
@@ -41,22 +41,22 @@ async def nothing(task, call):
 
 
 @pytest.mark.parametrize("hops", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_in_made_up_worlds_hops_solve_everything_and_one_search_nothing(hops):
-    some = made("worlds", 50, hops=hops, instruction=BOXED)
+def test_generated_worlds_need_hops(hops):
+    some = make_tasks("worlds", 50, hops=hops, instruction=BOXED)
     assert (scores(some, follow) == 1).all()
     assert (scores(some, nothing) == 0).all()
     assert (scores(some, one_search) == 0).mean() >= 0.95
 
 
 def test_hops_solve_all_of_musique():
-    some = made("musique", 100)
+    some = make_tasks("musique", 100)
     assert len(some) == 46 and (scores(some, follow) == 1).all()
     assert (scores(some, nothing) == 0).all()
 
 
-def test_the_solver_of_one_search_reads_what_it_finds():
-    """It is no straw man: where all passages are found at once it has the answer."""
-    [task] = made("worlds", 1, hops=3)
+def test_one_search_solver_reads_its_results():
+    """It is no straw man: if all passages are found together, it has the answer."""
+    [task] = make_tasks("worlds", 1, hops=3)
     ids = [hop["passage"] for hop in task.data["hops"]]
 
     async def call(name, arguments):
@@ -66,27 +66,30 @@ def test_the_solver_of_one_search_reads_what_it_finds():
 
 
 @pytest.mark.parametrize("hops", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_each_hop_is_needed(hops):
+def test_every_hop_is_needed(hops):
     for number in range(30):
         problem = worlds.problem(hops, 5, number)
         corpus = worlds.corpus_named(worlds.world_name(hops, 5, number))
         check(problem, corpus)
-        [*found] = corpus.index.search(problem.question, 5)
-        assert not {hop.passage for hop in problem.hops} <= set(found)
-        # Without its passage nothing leads to a hop's answer from what was known before.
+        [*ids] = corpus.index.search(problem.question, 5)
+        assert not {hop.passage for hop in problem.hops} <= set(ids)
+        # Without its passage, the known entities do not lead to a hop's answer.
         ways = [
             corpus.passages[problem.hops[0].passage].title,
             *(hop.answer for hop in problem.hops),
         ]
         for at, text in enumerate(corpus.plain_texts):
-            here = [i for i, name in enumerate(ways) if says(text, name)]
-            assert len(here) < 2 or here[1] - here[0] == 1 and len(here) == 2, (problem, at)
+            positions = [i for i, name in enumerate(ways) if says(text, name)]
+            assert len(positions) < 2 or positions[1] - positions[0] == 1 and len(positions) == 2, (
+                problem,
+                at,
+            )
         assert [says(corpus.plain_texts[h.passage], h.answer) for h in problem.hops] == [
             True
         ] * hops
 
 
-def test_a_world_is_told_by_its_name_and_no_other_is_like_it():
+def test_world_depends_on_name_and_is_unique():
     one = worlds.corpus_named("world2-seed0-0")
     assert one.passages == worlds.corpus_named("world2-seed0-0").passages
     others = ["world3-seed0-0", "world2-seed1-0", "world2-seed0-1"]
@@ -101,19 +104,21 @@ def test_a_world_is_told_by_its_name_and_no_other_is_like_it():
 
 
 @pytest.mark.parametrize("size", [200, pytest.param(600, marks=pytest.mark.slow)])
-def test_answers_cannot_be_guessed(size):
-    some = made("worlds", size)
+def test_answers_are_not_guessable(size):
+    some = make_tasks("worlds", size)
     answers = collections.Counter(task.data["answers"][0] for task in some)
     assert answers.most_common(1)[0][1] <= 5
     relations = collections.Counter(
         re.match(r"What is the (.*?) of", t.messages[0]["content"])[1] for t in some
     )
-    assert len(relations) == 10 and max(relations.values()) < size / 5  # a book's are never an end
+    assert (
+        len(relations) == 10 and max(relations.values()) < size / 5
+    )  # works of authors are never an end
 
 
-def test_through_the_loop_over_discarded_contexts():
-    """An agent that goes by its own notes answers although everything that it read was discarded."""
-    [task] = made("worlds", 1, hops=4)
+def test_solves_with_discarded_contexts():
+    """An agent that uses its notes answers although all results of its tools were discarded."""
+    [task] = make_tasks("worlds", 1, hops=4)
     counter = TokenCounter(Tokenizer.default())
     wants = []
 
@@ -126,12 +131,12 @@ def test_through_the_loop_over_discarded_contexts():
     config = LoopConfig(context=ContextConfig(2, counter.prompt(task) + 400))
     trace = asyncio.run(ChatAgent(client=client, tools=BOX, counter=counter, config=config)(task))
     assert trace.restarts and trace.ended == "answer" and not trace.failures
-    said = [m["content"] for m in trace.messages if m["role"] == "tool"]
-    assert len(said) == len(wants) > 8 and not any(text.startswith("Error") for text in said)
+    results = [m["content"] for m in trace.messages if m["role"] == "tool"]
+    assert len(results) == len(wants) > 8 and not any(text.startswith("Error") for text in results)
     assert asyncio.run(VERIFY(task, trace.attempt)).value == 1
 
 
-TASK = made("musique", 1)[0]
+TASK = make_tasks("musique", 1)[0]
 
 
 def reward(
@@ -141,8 +146,10 @@ def reward(
     answers=("the Anglican Communion", "C. of E."),
 ):
     task = dataclasses.replace(TASK, data={"answers": list(answers)})
-    said = Attempt(messages=({"role": "assistant", "content": reply},), finish_reason=finish_reason)
-    return asyncio.run(verifier_for("search", config)(task, said))
+    sample = Attempt(
+        messages=({"role": "assistant", "content": reply},), finish_reason=finish_reason
+    )
+    return asyncio.run(verifier_for("search", config)(task, sample))
 
 
 @pytest.mark.parametrize(
@@ -163,14 +170,14 @@ def reward(
         ("\\boxed{Rome} not Anglican Communion", 0, 0),
     ],
 )
-def test_answers_are_compared_as_squad_does(reply, right, share):
-    found = reward(reply)
-    assert found.value == found.parts["right"] == right
-    assert found.parts["f1"] == pytest.approx(share)
+def test_compares_answers_like_squad(reply, right, share):
+    graded = reward(reply)
+    assert graded.value == graded.parts["right"] == right
+    assert graded.parts["f1"] == pytest.approx(share)
     assert reward(reply, VerifierConfig(search="f1")).value == pytest.approx(share)
 
 
-def test_what_is_no_answer():
+def test_incomplete_attempts_score_zero_or_nothing():
     for config in (VerifierConfig(), VerifierConfig(search="f1")):
         assert reward("the Anglican Communion", config, "length").value == 0
         assert reward("the Anglican Communion", config, "failed").value is None
@@ -180,7 +187,7 @@ def test_what_is_no_answer():
         VerifierConfig(search="bleu")
 
 
-def test_squad_s_vectors():
+def test_equals_vectors_of_squad():
     assert normalize("The  Cat, (a) cat's An-them!") == "cat cats anthem"
     assert exact("a cat", ["Cat!"]) and not exact("", ["Cat"])
     assert f1("cat cat dog", ["cat", "cat cat cat cow"]) == pytest.approx(4 / 7)
@@ -188,8 +195,8 @@ def test_squad_s_vectors():
 
 
 @pytest.mark.parametrize("claim", ["", " ", "an", ".", "the a"])
-def test_gives_nothing_to_answer_without_words(claim):
-    """Of "The The" and "!!!" SQuAD leaves nothing, as it does of no answer at all."""
+def test_answer_without_words_scores_zero(claim):
+    """SQuAD's normalisation turns "The The" and "!!!" into nothing, like an empty answer."""
     known = ["The The", "!!!"]
     assert not exact(claim, known) and f1(claim, known) == 0
     assert exact(" the the", known) and f1("!!!", known) == 1

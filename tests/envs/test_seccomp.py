@@ -1,4 +1,4 @@
-"""The filter of system calls, run by a small machine of its own on what the kernel would show it."""
+"""The filter of system calls, run by a small interpreter on the data that the kernel would pass."""
 
 import errno
 import struct
@@ -12,7 +12,7 @@ ALLOW = 0x7FFF0000
 
 
 def outcome(program: bytes, machine: int, number: int, first: int = 0, third: int = 0) -> int:
-    """What a filter returns for a call with that first and third argument."""
+    """Returns the filter's result for a call with that first and third argument."""
     data = struct.pack("=IIQ6Q", number, machine, 0, first, 0, third, *[0] * 3)
     lines = list(struct.iter_unpack("=HBBI", program))
     at = held = 0
@@ -68,7 +68,7 @@ def fails(number: int) -> int:
         ("aarch64", X86, 63, 0, fails(errno.ENOSYS)),
     ],
 )
-def test_what_the_filter_says(machine, kind, number, first, expected):
+def test_filters_system_calls(machine, kind, number, first, expected):
     assert outcome(seccomp.build_filter(machine), kind, number, first) == expected
 
 
@@ -100,5 +100,5 @@ def test_allows_few_protocols_of_sockets(family, protocol, expected):
         assert outcome(seccomp.build_filter(machine), kind, number, family, protocol) == expected
 
 
-def test_an_unknown_machine_has_no_filter():
+def test_unknown_machine_has_no_filter():
     assert seccomp.build_filter("riscv64") == b""

@@ -1,4 +1,4 @@
-"""Kinds of tasks stay in balance among what is accepted, and a restored mixture goes on as the saved one."""
+"""Kinds of accepted tasks keep their shares, and a restored mixture continues like the saved one."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ def mixture(weights=WEIGHTS, **options):
 
 
 def run(mixed, steps, accepts, late=0):
-    """Draws `steps` tasks, each reported `late` draws afterwards: accepted with the probability of its kind."""
+    """Draws `steps` tasks, each reported `late` draws later, and accepted with the probability of its kind."""
     rng, waiting, drawn = np.random.default_rng(0), [], []
     for _ in range(steps):
         [task] = mixed.draw()
@@ -34,14 +34,14 @@ def run(mixed, steps, accepts, late=0):
     return drawn
 
 
-def test_if_all_is_accepted_kinds_are_drawn_by_their_weights():
+def test_draws_kinds_by_weight_if_all_are_accepted():
     kinds = [task.kind for task in run(mixture(), 40, dict.fromkeys(WEIGHTS, 1.0))]
     assert kinds[:8] == ["math", "code", "tir", "math"] * 2
     assert Counter(kinds) == {"math": 20, "code": 10, "tir": 10}
 
 
 @pytest.mark.parametrize("late", [0, 16])
-def test_what_is_accepted_has_the_shares_whatever_is_dropped(late):
+def test_accepted_tasks_keep_shares_despite_drops(late):
     mixed = mixture()
     drawn = Counter(
         task.kind for task in run(mixed, 1500, {"math": 0.9, "code": 0.4, "tir": 0.6}, late)
@@ -53,7 +53,7 @@ def test_what_is_accepted_has_the_shares_whatever_is_dropped(late):
     assert drawn["code"] > 1.2 * drawn["tir"], "more are dropped, so more are drawn"
 
 
-def test_a_kind_that_is_never_accepted_leaves_the_others_their_turn():
+def test_kind_that_is_never_accepted_does_not_block_others():
     mixed = mixture({"math": 1.0, "code": 1.0, "tir": 2.0}, max_overdraw=1.5)
     drawn = Counter(task.kind for task in run(mixed, 400, {"math": 1.0, "code": 0.0, "tir": 1.0}))
     assert drawn["code"] == pytest.approx(400 * 1.5 / 4, abs=2)
@@ -64,13 +64,13 @@ def test_a_kind_that_is_never_accepted_leaves_the_others_their_turn():
     }
 
 
-def test_many_drawn_at_once_are_those_drawn_one_by_one():
+def test_draws_same_tasks_in_one_call_and_in_many():
     at_once = mixture().draw(20)
     one_by_one = mixture()
     assert at_once == [one_by_one.draw()[0] for _ in range(20)]
 
 
-def test_every_epoch_has_all_tasks_in_an_order_of_its_own():
+def test_every_epoch_has_all_tasks_shuffled():
     tasks = mixture({"math": 1.0}).draw(21)
     epochs = [[task.id for task in tasks[i : i + 7]] for i in (0, 7, 14)]
     assert all(sorted(epoch) == [task.id for task in some("math")] for epoch in epochs)
@@ -78,7 +78,7 @@ def test_every_epoch_has_all_tasks_in_an_order_of_its_own():
     assert tasks == mixture({"math": 1.0}).draw(21) != mixture({"math": 1.0}, seed=1).draw(21)
 
 
-def test_a_restored_mixture_goes_on_with_the_very_same_tasks():
+def test_restored_mixture_draws_same_tasks():
     accepts = {"math": 0.9, "code": 0.4, "tir": 0.6}
     saved = mixture()
     run(saved, 33, accepts, late=5)
@@ -90,7 +90,7 @@ def test_a_restored_mixture_goes_on_with_the_very_same_tasks():
     assert restored.shares() == saved.shares()
 
 
-def test_groups_on_their_way_count_until_they_are_lost():
+def test_running_groups_count_until_dropped():
     mixed = mixture({"math": 1.0, "code": 1.0})
     first = mixed.draw(4)
     assert mixed.shares() == {"math": 0, "code": 0}
@@ -100,7 +100,7 @@ def test_groups_on_their_way_count_until_they_are_lost():
     assert Counter(task.kind for task in mixed.draw(2)) == {"math": 1, "code": 1}
 
 
-def test_a_group_is_reported_once_and_of_a_task_that_was_drawn():
+def test_rejects_repeated_or_unknown_report():
     mixed = mixture()
     [task] = mixed.draw()
     mixed.accept(task)
@@ -109,7 +109,7 @@ def test_a_group_is_reported_once_and_of_a_task_that_was_drawn():
             mixed.drop(unknown)
 
 
-def test_a_state_of_other_tasks_is_refused():
+def test_rejects_state_of_other_tasks():
     state = mixture().state()
     others = {kind: some(kind, 7 if kind == "math" else 8) for kind in WEIGHTS}
     for other in (mixture(seed=1), TaskMixture(others, WEIGHTS), mixture({"math": 1.0})):
@@ -130,6 +130,6 @@ def test_a_state_of_other_tasks_is_refused():
         ({"a": some("a")}, {"a": 1.0}, {"max_overdraw": 0.5}, "max_overdraw is 0.5"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(tasks, weights, options, why):
+def test_rejects_invalid_mixture(tasks, weights, options, why):
     with pytest.raises(ValueError, match=why):
         TaskMixture(tasks, weights, **options)

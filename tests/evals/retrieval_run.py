@@ -2,11 +2,13 @@
 
     python -m tests.evals.retrieval_run '{"kind": "needle"}' 16:200,64:25 64,128,256
 
-Fields of `TaskConfig` as JSON; LENGTH:STEPS of training, one stage after the other, each but the last
-only until its loss is below `SOLVED`; the lengths that are scored.
+Arguments:
+- Fields of `TaskConfig` as JSON.
+- LENGTH:STEPS of training stages. All but the last end as soon as their loss is below `SOLVED`.
+- The lengths that are scored.
 
-With {"kind": "multi_key", "haystack": "notes"} nothing but its key tells a needle from the rest of the
-context; experiments/ablations/retriever.py says what makes that quick to learn.
+With {"kind": "multi_key", "haystack": "notes"} only its key distinguishes a needle from the rest of the
+context; experiments/ablations/retriever.py explains how that is learned quickly.
 
 The last line is JSON: loss, CPU seconds of training without compilation, share solved by length.
 """
@@ -52,7 +54,7 @@ def batch(tasks, number: int) -> dict[str, np.ndarray]:
 
 
 def train(task: LongContextTaskConfig, stages: list[tuple[int, int]], peak: float = 5e-3):
-    """(params, last loss, CPU seconds) after stages of (length, steps)."""
+    """Returns (params, last loss, CPU seconds) after stages of (length, steps)."""
     total = sum(steps for _, steps in stages)
     schedule = ScheduleConfig(kind="constant", peak=peak, warmup_steps=20, total_steps=total)
     optimizer = OptimizerConfig(ns_dtype="float32")
@@ -61,11 +63,13 @@ def train(task: LongContextTaskConfig, stages: list[tuple[int, int]], peak: floa
     )
     state, seconds = step.initialise(jax.random.key(0)), 0.0
     for length, steps in stages:
-        own = dataclasses.replace(task, length=length)
+        stage_task = dataclasses.replace(task, length=length)
         if task.kind == "multi_key":
-            asked = length // 6
-            own = dataclasses.replace(own, num_needles=asked, num_questions=asked)
-        tasks = LongContextTasks(own, tokenizer())
+            num_needles = length // 6
+            stage_task = dataclasses.replace(
+                stage_task, num_needles=num_needles, num_questions=num_needles
+            )
+        tasks = LongContextTasks(stage_task, tokenizer())
         for number in range(steps):
             state, metrics = step.train(state, batch(tasks, number))
             if not number:
@@ -89,7 +93,7 @@ def main(fields: dict, stages: list[tuple[int, int]], lengths: list[int]) -> Non
     )
     scores = ruler(params, MODEL, tokenizer(), config)
     print(table(scores))
-    solved = {name.split("/")[1]: float(found.exact.mean()) for name, found in scores.items()}
+    solved = {name.split("/")[1]: float(score.exact.mean()) for name, score in scores.items()}
     print(json.dumps({"loss": loss, "seconds": round(seconds, 1), "solved": solved}))
 
 

@@ -21,36 +21,36 @@ CFG = one_layer(vocab_size=32)
 PROMPTS = np.array([[3, 1, 4], [1, 5, 9], [2, 6, 5]])
 
 
-def test_what_is_counted():
-    """The first token is the prompt's; a step begun with no more than two to go is left out."""
+def test_counts_steps_and_tokens():
+    """The first token belongs to the prompt. A step that begins with at most two tokens to go is left out."""
     accepted = np.array([[3, 1, 1, 2, 1, 0], [1, 3, 3, 1, 0, 0], [2, 3, 3, 0, 0, 0]])
-    found = acceptance.count(accepted, CONFIG)
-    np.testing.assert_array_equal(found.steps, [4, 3, 3])  # 8 5 4 3 to go; 8 7 4; 8 6 3
-    np.testing.assert_array_equal(found.tokens, [7, 7, 8])
-    assert found.length == 22 / 10
-    assert found.accept_rates == (7 / 10, 5 / 10)
-    assert found.length == pytest.approx(1 + sum(found.accept_rates))
-    assert 7 / 4 <= found.low < found.length < found.high <= 8 / 3
+    result = acceptance.count(accepted, CONFIG)
+    np.testing.assert_array_equal(result.steps, [4, 3, 3])  # 8 5 4 3 to go; 8 7 4; 8 6 3
+    np.testing.assert_array_equal(result.tokens, [7, 7, 8])
+    assert result.length == 22 / 10
+    assert result.accept_rates == (7 / 10, 5 / 10)
+    assert result.length == pytest.approx(1 + sum(result.accept_rates))
+    assert 7 / 4 <= result.low < result.length < result.high <= 8 / 3
 
 
-def test_the_interval_is_over_prompts():
-    """Prompts that are alike leave no doubt, however their steps differ."""
-    found = acceptance.count(np.tile([3, 1, 1, 3], (50, 1)), CONFIG)
-    assert found.low == found.length == found.high == 2
+def test_interval_is_over_prompts():
+    """Equal prompts give no uncertainty, however their steps differ."""
+    result = acceptance.count(np.tile([3, 1, 1, 3], (50, 1)), CONFIG)
+    assert result.low == result.length == result.high == 2
     mixed = np.concatenate([np.tile([1] * 8, (50, 1)), np.tile([3, 3, 2, 0, 0, 0, 0, 0], (50, 1))])
-    found, fewer = (acceptance.count(rows, CONFIG) for rows in (mixed, mixed[::5]))
-    assert fewer.length == found.length
-    assert fewer.high - fewer.low > 1.5 * (found.high - found.low)
+    result, fewer = (acceptance.count(rows, CONFIG) for rows in (mixed, mixed[::5]))
+    assert fewer.length == result.length
+    assert fewer.high - fewer.low > 1.5 * (result.high - result.low)
 
 
-def test_texts_that_end_at_once_are_refused():
+def test_rejects_texts_that_end_at_once():
     with pytest.raises(ValueError, match="every text ended before a verification could be counted"):
         acceptance.count(np.zeros((3, 0), int), CONFIG)
 
 
 @functools.cache
-def foreseeing():
-    """A trunk and an MTP layer that both say what follows a token from that token alone."""
+def perfect_params():
+    """Returns a trunk and an MTP layer that both predict the next token from the current one."""
     draw = np.random.default_rng(0)
     shapes = flatten(glm5.abstract_params(CFG))
     params = unflatten(
@@ -71,31 +71,31 @@ def foreseeing():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_perfect_drafts_are_all_kept(temperature):
+def test_accepts_all_perfect_drafts(temperature):
     config = dataclasses.replace(CONFIG, temperature=temperature)
-    found = accepted_length(foreseeing(), CFG, PROMPTS, config)
-    assert found.length == found.low == found.high == 3.0
-    assert found.accept_rates == (1.0, 1.0)
-    assert found.steps.sum() == 3 * 2
+    result = accepted_length(perfect_params(), CFG, PROMPTS, config)
+    assert result.length == result.low == result.high == 3.0
+    assert result.accept_rates == (1.0, 1.0)
+    assert result.steps.sum() == 3 * 2
 
 
-def test_drafts_of_the_opposite_are_none():
-    params = jax.tree.map(np.array, foreseeing())
+def test_accepts_no_opposite_drafts():
+    params = jax.tree.map(np.array, perfect_params())
     params["mtp"]["eh_proj"] *= -1
-    found = accepted_length(params, CFG, PROMPTS, CONFIG)
-    assert found.length == found.low == found.high == 1.0
-    assert found.accept_rates == (0.0, 0.0)
+    result = accepted_length(params, CFG, PROMPTS, CONFIG)
+    assert result.length == result.low == result.high == 1.0
+    assert result.accept_rates == (0.0, 0.0)
 
 
-def test_without_mtp_it_is_one():
+def test_length_is_one_without_mtp():
     cfg = dataclasses.replace(CFG, num_nextn_predict_layers=0)
-    found = accepted_length({}, cfg, PROMPTS, CONFIG)
-    assert (found.length, found.low, found.high, found.accept_rates) == (1.0, 1.0, 1.0, ())
+    result = accepted_length({}, cfg, PROMPTS, CONFIG)
+    assert (result.length, result.low, result.high, result.accept_rates) == (1.0, 1.0, 1.0, ())
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Twenty files of numbered words; which are held out is a hash's choice."""
+    """Twenty files of numbered words, split by hash."""
     texts = [" ".join(f"w{i} {n}" for n in range(300)) for i in range(20)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i:02}.txt").write_text(text)
@@ -103,7 +103,7 @@ def corpus(tmp_path):
     return DataConfig(sources=(source,), held_out_fraction=0.5), source, texts
 
 
-def test_prompts_are_pieces_of_held_out_documents(corpus):
+def test_prompts_are_parts_of_held_out_documents(corpus):
     data, source, texts = corpus
     tokenizer, config = Tokenizer.default(), AcceptanceConfig(num_prompts=6, prompt_tokens=40)
     prompts = held_out_prompts(data, source, tokenizer, config)
@@ -131,6 +131,6 @@ def test_prompts_are_pieces_of_held_out_documents(corpus):
         (dict(new_tokens=5), "new_tokens is 5: .* use at least 6"),
     ],
 )
-def test_what_cannot_be_is_refused(fields, message):
+def test_rejects_invalid_config(fields, message):
     with pytest.raises(ValueError, match=message):
         AcceptanceConfig(**fields)

@@ -1,4 +1,4 @@
-"""How concentrated attention is: against the oracle's forward, layer by layer and query by query."""
+"""Concentration of attention, compared with the oracle's forward, by layer and query."""
 
 import dataclasses
 import functools
@@ -19,21 +19,21 @@ from tests.model import golden as goldens
 from tests.oracles import attention, glm5 as oracle, indexer
 from tests.oracles.attention_mass import of_query
 
-SHARED = "hf_tiny_b"  # of its layers some reuse the index of the one before
+SHARED = "hf_tiny_b"  # some of its layers reuse the index of the layer before
 TOP_K, LEVELS = (1, 4, 13), (0.5, 0.9)
 EDGES = (2, 9, 21)
 
 
 @functools.cache
-def expected(kind):
-    """{layer: [b t] of (p, index scores) over the visible keys}, of the oracle's forward of a kind."""
+def oracle_masses(kind):
+    """Returns {layer: [b t] of (p, index scores) over the visible keys} of the oracle's forward of a kind."""
     golden = goldens.load(SHARED)
     config, weights = oracle.load(goldens.FOLDER / SHARED)
     tokens = golden.tokens
     segments = np.ones_like(tokens)
     out = oracle.forward(weights, config, tokens, attention_kind=kind)
     turns = oracle.turns_of(config, oracle.positions_of(segments))
-    visible, scores, found = attention.visible_keys(segments), None, []
+    visible, scores, per_layer = attention.visible_keys(segments), None, []
     for layer in range(config["num_hidden_layers"]):
         p = oracle.part(weights, f"model.layers.{layer}")
         x = attention.rms_norm(
@@ -43,12 +43,12 @@ def expected(kind):
             oracle.part(p, "self_attn"), config, x, turns, visible, None, sparse=False
         )
         scores = parts[3] if parts[3] is not None else scores
-        found.append((parts[4], scores))
-    return found, visible
+        per_layer.append((parts[4], scores))
+    return per_layer, visible
 
 
 @functools.cache
-def measured(kind):
+def measured_masses(kind):
     golden = goldens.load(SHARED)
     cfg, params = golden.to_float64()
     cfg = dataclasses.replace(cfg, attention=kind)
@@ -61,14 +61,14 @@ def measured(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_it_is_the_oracles_attention_and_index(kind):
-    found = measured(kind)
-    layers, visible = expected(kind)
+def test_equals_oracle_attention_and_index(kind):
+    masses = measured_masses(kind)
+    layers, visible = oracle_masses(kind)
     rows = len(layers[0][0])
-    assert [(m.layer, m.start, m.end) for m in found] == [
+    assert [(m.layer, m.start, m.end) for m in masses] == [
         (layer, *edges) for layer in range(len(layers)) for edges in zip(EDGES, EDGES[1:])
     ]
-    for m in found:
+    for m in masses:
         p, scores = layers[m.layer]
         for i, k in enumerate(TOP_K):
             chosen = indexer.select(scores, visible, k)
@@ -90,13 +90,13 @@ def test_it_is_the_oracles_attention_and_index(kind):
 
 
 def shares(p, scores, config):
-    """[measures t] of one row, in NumPy."""
+    """Returns [measures t] of one row, in NumPy."""
     visible = np.arange(p.shape[1]) + 1
-    found = attention_mass.shares(jnp.asarray(p), jnp.asarray(scores), visible, config)
-    return np.moveaxis(np.asarray(found), -1, 0)[:, 0]
+    result = attention_mass.shares(jnp.asarray(p), jnp.asarray(scores), visible, config)
+    return np.moveaxis(np.asarray(result), -1, 0)[:, 0]
 
 
-def test_an_index_that_agrees_selects_the_best_and_one_that_does_not_the_worst():
+def test_perfect_index_selects_best_and_reversed_index_worst():
     p = np.tril(np.random.default_rng(0).random((1, 12, 12)))
     config = MassConfig((3,), (0.9,))
     selected, best, _, _ = shares(p, p, config)
@@ -105,7 +105,7 @@ def test_an_index_that_agrees_selects_the_best_and_one_that_does_not_the_worst()
     assert np.all(selected[3:] < best[3:])
 
 
-def test_equal_scores_go_to_the_lower_index_and_nan_comes_last():
+def test_breaks_ties_by_lower_index_and_ranks_nan_last():
     p = np.tril(np.arange(1.0, 7)[None] * np.ones((6, 1)))[None]
     scores = np.zeros((1, 6, 6))
     scores[..., 1] = -0.0
@@ -116,11 +116,11 @@ def test_equal_scores_go_to_the_lower_index_and_nan_comes_last():
     np.testing.assert_allclose(selected[-1], 20 / 21, rtol=1e-6)
 
 
-def test_even_attention_needs_a_share_of_the_keys():
+def test_uniform_attention_needs_share_of_keys():
     t = 40
     p = np.tril(np.full((1, t, t), 0.7))
-    found = shares(p, np.zeros_like(p), MassConfig((4,), (0.9,)))
-    np.testing.assert_allclose(found[:, -1], [0.1, 0.1, 0.1, 36], rtol=1e-5)
+    result = shares(p, np.zeros_like(p), MassConfig((4,), (0.9,)))
+    np.testing.assert_allclose(result[:, -1], [0.1, 0.1, 0.1, 36], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_even_attention_needs_a_share_of_the_keys():
         ({"edges": (4, 4)}, "must ascend"),
     ],
 )
-def test_a_config_out_of_range_is_refused(fields, message):
+def test_rejects_config_out_of_range(fields, message):
     with pytest.raises(ValueError, match=message):
         MassConfig(**fields)
 
@@ -146,30 +146,30 @@ def test_a_config_out_of_range_is_refused(fields, message):
         presets.ablation("gqa"),
     ],
 )
-def test_a_model_without_indexers_is_refused(cfg):
+def test_rejects_model_without_indexers(cfg):
     with pytest.raises(ValueError, match="with indexers"):
         attention_mass.attention_mass({}, cfg, np.zeros((1, 8), np.int32), MassConfig((2,)))
 
 
-def test_rows_too_short_for_the_edges_are_refused():
+def test_rejects_rows_shorter_than_edges():
     with pytest.raises(ValueError, match="last query sees 8 keys"):
         attention_mass.attention_mass(
             {}, presets.tiny(), np.zeros((1, 8), np.int32), MassConfig((2,), edges=(1, 10))
         )
 
 
-def test_the_buckets_are_powers_of_two_by_default(monkeypatch):
+def test_default_buckets_are_powers_of_two(monkeypatch):
     measures = np.zeros((1, 1, 9, 5))
     monkeypatch.setattr(attention_mass, "measure_layers", lambda *_: measures[:, :, :, :5])
     monkeypatch.setattr(glm5, "unstack", lambda params, cfg: params)
-    found = attention_mass.attention_mass(
+    buckets = attention_mass.attention_mass(
         {}, presets.tiny(), np.zeros((1, 9), np.int32), MassConfig((2,))
     )
-    assert [(m.start, m.end) for m in found] == [(1, 2), (2, 4), (4, 8), (8, 10)]
+    assert [(m.start, m.end) for m in buckets] == [(1, 2), (2, 4), (4, 8), (8, 10)]
 
 
-def test_a_short_last_batch_counts_only_its_own_rows(monkeypatch):
-    """Three rows in batches of two: the row that fills the last one up is not measured twice."""
+def test_short_last_batch_counts_its_rows_once(monkeypatch):
+    """Three rows in batches of two: the row that pads the last batch is not measured twice."""
 
     def fake(params, tokens, *_):
         return np.broadcast_to(tokens[None, :, :, None], (1, *tokens.shape, 5)).astype(float)
@@ -178,12 +178,12 @@ def test_a_short_last_batch_counts_only_its_own_rows(monkeypatch):
     monkeypatch.setattr(glm5, "unstack", lambda params, cfg: params)
     rows = np.repeat([[1], [2], [6]], 4, axis=1).astype(np.int32)
     config = MassConfig((2,), edges=(1, 5))
-    (found,) = attention_mass.attention_mass({}, presets.tiny(), rows, config, batch_size=2)
-    assert found.selected == (3.0,)
+    (mass,) = attention_mass.attention_mass({}, presets.tiny(), rows, config, batch_size=2)
+    assert mass.selected == (3.0,)
 
 
 def largest(jaxpr) -> int:
-    """Elements of the largest array that any equation of a jaxpr makes, inside loops and calls too."""
+    """Returns the elements of the largest array in any equation of a jaxpr, inside loops and calls too."""
     sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
     inner = [
         getattr(leaf, "jaxpr", leaf)
@@ -196,7 +196,7 @@ def largest(jaxpr) -> int:
     return max([*sizes, *map(largest, inner)], default=0)
 
 
-def test_no_array_holds_a_number_for_every_head_query_and_key(monkeypatch):
+def test_makes_no_array_per_head_query_and_key(monkeypatch):
     monkeypatch.setattr(blocks, "EXTENTS", 2)  # lengths of keys, for less to trace
     t = 2048
     cfg = dataclasses.replace(
@@ -213,5 +213,5 @@ def test_no_array_holds_a_number_for_every_head_query_and_key(monkeypatch):
             w, x, None, none, name, cfg, config, ExecutionConfig(query_block=64)
         )
 
-    made = largest(jax.make_jaxpr(layer)(w, x).jaxpr)
-    assert made < t * t
+    num_elements = largest(jax.make_jaxpr(layer)(w, x).jaxpr)
+    assert num_elements < t * t

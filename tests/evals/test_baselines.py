@@ -23,24 +23,24 @@ SMALL = [[0, 1, 0, 1, 0, 2]]
 
 
 def _documents(num_tokens=11, vocab_size=13):
-    """Random documents with frequent and rare tokens; the last two ids never occur."""
+    """Returns random documents with frequent and rare tokens; the last two ids never occur."""
     rng = np.random.default_rng(3)
     p = np.arange(1, num_tokens + 1) ** 2.0
     return [rng.choice(num_tokens, size=n, p=p / p.sum()) for n in (1, 2, 40, 25, 60)]
 
 
-def test_bits_per_byte_converts_nats_and_divides_by_the_bytes():
+def test_converts_nats_to_bits_per_byte():
     assert bits_per_byte(8 * math.log(2), 4) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="num_bytes is 0"):
         bits_per_byte(1.0, 0)
 
 
-def test_only_predicted_tokens_count_their_bytes():
+def test_counts_bytes_of_predicted_tokens():
     batch = {"token_ids": np.array([[0, 1, 2, 2]]), "loss_mask": np.array([[0, 1, 1, 0.0]])}
     assert predicted_bytes(batch, np.array([100, 10, 1])) == 11
 
 
-def test_kneser_ney_by_hand():
+def test_kneser_ney_equals_hand_computation():
     """Bigrams 01 twice, 10 twice, 02 once: D = 1 / (1 + 2 * 2). Each of 0, 1, 2 follows one token,
     so n1 = 3, n2 = 0: the continuation discount is 1 and p_cont is uniform over the 4 ids."""
     model = KneserNeyBigram.fit(NgramCounts.of(SMALL, 4))
@@ -60,7 +60,7 @@ def test_kneser_ney_by_hand():
     np.testing.assert_allclose(got, list(expected.values()), rtol=1e-12)
 
 
-def test_unigram_by_hand():
+def test_unigram_equals_hand_computation():
     """Counts 3, 2, 1, 0: D = 1 / (1 + 2 * 1), three types over four ids."""
     model = Unigram.fit(NgramCounts.of(SMALL, 4))
     discount = 1 / 3
@@ -73,7 +73,7 @@ def test_unigram_by_hand():
 
 @pytest.mark.parametrize("chunk", [1, 30, 2**20])
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 50, 68, 127, 128, 129])
-def test_counts_are_those_of_the_first_tokens(monkeypatch, chunk, max_tokens):
+def test_counts_first_tokens(monkeypatch, chunk, max_tokens):
     monkeypatch.setattr(base, "CHUNK", chunk)
     tokens, pairs, left = collections.Counter(), collections.Counter(), max_tokens
     for document in _documents():
@@ -88,20 +88,20 @@ def test_counts_are_those_of_the_first_tokens(monkeypatch, chunk, max_tokens):
     assert counts.is_truncated == (max_tokens < 128)
 
 
-def test_no_more_text_is_read_than_is_counted(monkeypatch):
+def test_reads_only_counted_text(monkeypatch):
     monkeypatch.setattr(base, "CHUNK", 2**8)
     documents = itertools.repeat([0, 1, 2])
     counts = NgramCounts.of(documents, 4, 3001)
     assert counts.tokens.tolist() == [1001, 1000, 1000, 0] and counts.is_truncated
 
 
-def test_what_counting_holds_does_not_grow_with_the_text(monkeypatch):
+def test_counting_memory_is_constant(monkeypatch):
     monkeypatch.setattr(base, "CHUNK", 2**14)
     document = list(range(1000))
     tracemalloc.start()
     try:
         NgramCounts.of(itertools.repeat(document, 500), 1000)
-        assert tracemalloc.get_traced_memory()[1] < 2e6  # the ids alone are 4e6 bytes
+        assert tracemalloc.get_traced_memory()[1] < 2e6  # the ids take 4e6 bytes
     finally:
         tracemalloc.stop()
 
@@ -116,7 +116,7 @@ def test_probabilities_sum_to_one_after_every_token(kind):
 
 
 def _oracle(documents, vocab_size):
-    """Kneser-Ney with dictionaries, straight from its definition."""
+    """Returns Kneser-Ney with dictionaries, written from its definition."""
     pairs = collections.Counter()
     for document in documents:
         pairs.update(zip(document[:-1].tolist(), document[1:].tolist(), strict=True))
@@ -151,20 +151,20 @@ def test_kneser_ney_equals_its_definition():
     np.testing.assert_allclose(np.exp(model.log_prob(previous, tokens)), expected, rtol=1e-12)
 
 
-def test_without_singletons_unseen_tokens_keep_some_mass():
+def test_unseen_tokens_have_mass_without_singletons():
     model = Unigram.fit(NgramCounts.of([[0, 0, 1, 1]], 4))
     p = np.exp(model.log_prob(np.zeros(4, int), np.arange(4)))
     np.testing.assert_allclose(p, [1.75 / 4, 1.75 / 4, 0.25 / 4, 0.25 / 4])
 
 
-def test_nothing_to_count_is_refused():
+def test_rejects_empty_counts():
     with pytest.raises(ValueError, match="no tokens to count"):
         Unigram.fit(NgramCounts.of([], 4))
     with pytest.raises(ValueError, match="no tokens to count"):
         KneserNeyBigram.fit(NgramCounts.of([[1], [2]], 4))
 
 
-def test_a_baseline_is_scored_on_the_predicted_tokens_alone():
+def test_scores_only_predicted_tokens():
     model = KneserNeyBigram.fit(NgramCounts.of(SMALL, 4))
     batch = {
         "token_ids": np.array([[0, 1, 0, 2], [3, 3, 0, 0]]),
@@ -179,7 +179,7 @@ def test_a_baseline_is_scored_on_the_predicted_tokens_alone():
     )
 
 
-def test_the_bigram_beats_the_unigram_on_text_with_order():
+def test_bigram_beats_unigram_on_ordered_text():
     documents = [np.tile([0, 1, 2, 3], 30) for _ in range(3)]
     batch = {"token_ids": documents[0][None], "loss_mask": np.ones((1, 120), np.float32)}
     batch["loss_mask"][:, 0] = 0

@@ -1,4 +1,4 @@
-"""A model asked in chats: replies in the order of the requests, what is reasoning of them, and where they end."""
+"""A model in chats: replies in the order of the requests, their reasoning, and where they end."""
 
 import jax
 import numpy as np
@@ -18,43 +18,43 @@ CFG = one_layer(num_nextn_predict_layers=0)
 
 
 def token(text: str) -> int:
-    """The id of a marker or of a letter."""
+    """Returns the id of a marker or of a letter."""
     return TOKENIZER.special_ids.get(text) or TOKENIZER.encode(text)[0]
 
 
 FOLLOWS = {"<think>": "x", "x": "y", "y": "</think>", "</think>": "z", "z": "<|user|>"}
 FOLLOWS["<|user|>"] = "z"
-# All batches have two rows as long as this one, and so one program.
+# All batches have two rows as long as this one, so they share one program.
 LONGEST = "a longer question than the others"
 
 
 def params(follows=FOLLOWS):
-    """Layers that add nothing, and a head that knows which token follows which."""
+    """Returns layers that add nothing, and a head that maps each token to the token that follows it."""
     rng = np.random.default_rng(0)
     flat = flatten(jax.tree.map(lambda x: np.zeros(x.shape, np.float32), glm5.abstract_params(CFG)))
     vocabulary = rng.standard_normal((CFG.vocab_size, CFG.hidden_size)).astype(np.float32)
     head = np.zeros((CFG.vocab_size, CFG.hidden_size), np.float32)
     for before, after in follows.items():
         head[token(after)] += vocabulary[token(before)]
-    own = {"embed/weight": vocabulary, "lm_head/weight": head.T}
-    return unflatten(flat | own | {"final_norm": np.ones(CFG.hidden_size, np.float32)})
+    weights = {"embed/weight": vocabulary, "lm_head/weight": head.T}
+    return unflatten(flat | weights | {"final_norm": np.ones(CFG.hidden_size, np.float32)})
 
 
 def request(text, **options):
     return ChatPrompt(messages=({"role": "user", "content": text},), **options)
 
 
-def asked(requests, follows=FOLLOWS):
+def generate(requests, follows=FOLLOWS):
     return generate_answers(
         params(follows), CFG, TOKENIZER, [request(LONGEST), *requests], 8, batch_size=2
     )
 
 
-def test_replies_come_apart_and_in_order():
+def test_replies_keep_order_of_requests():
     requests = [request(LONGEST), request("short", enable_thinking=False), request("third")]
-    answers = asked(requests[1:])
-    for own, answer in zip(requests, answers):
-        assert answer.prompt == own.prompt(TOKENIZER)
+    answers = generate(requests[1:])
+    for expected, answer in zip(requests, answers):
+        assert answer.prompt == expected.prompt(TOKENIZER)
         assert answer.reply.content == "z" and answer.reply.stopped_by == "<|user|>"
         assert answer.seconds > 0
     assert [TOKENIZER.decode(answer.ids) for answer in answers] == [
@@ -73,18 +73,18 @@ def test_replies_come_apart_and_in_order():
 
 
 def test_counts_reply_that_is_cut_off_as_reasoning():
-    _, answer = asked([request("q")], FOLLOWS | {"y": "x"})
+    _, answer = generate([request("q")], FOLLOWS | {"y": "x"})
     assert TOKENIZER.decode(answer.ids) == "xyxyxyxy"
     assert answer.num_reasoning == 8 and answer.reply.stopped_by is None
 
 
-def test_what_the_model_said_goes_into_the_next_prompt():
+def test_next_prompt_holds_previous_reply():
     first = request("q", clear_thinking=False)
-    _, answer = asked([first])
+    _, answer = generate([first])
     messages = (*first.messages, answer.reply.message, {"role": "user", "content": "more"})
     prompt = ChatPrompt(messages=messages, clear_thinking=False).prompt(TOKENIZER)
-    told = answer.prompt + answer.ids
-    assert prompt[: len(told)] == told
+    history = answer.prompt + answer.ids
+    assert prompt[: len(history)] == history
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ def test_what_the_model_said_goes_into_the_next_prompt():
         ),
     ],
 )
-def test_whatever_a_model_says_stays_in_the_chat(written, content, names):
+def test_rendered_reply_stays_in_its_turn(written, content, names):
     message = parse_reply(written, [{"name": "f"}], thinking=False).message
     assert [call["name"] for call in message.get("tool_calls", [])] == names
-    asked = {"role": "user", "content": "q"}
+    question = {"role": "user", "content": "q"}
     for variant in VARIANTS:
-        rendered = render_chat([asked, message, asked], TOKENIZER, variant=variant)
+        rendered = render_chat([question, message, question], TOKENIZER, variant=variant)
         [span] = [s for s in rendered.spans if (s.message, s.part) == (1, "content")]
         assert rendered.text[span.start : span.end].strip() == content
         assert rendered.ids.count(TOKENIZER.special_ids["<tool_call>"]) == len(names)
 
 
-def test_too_long_a_prompt_is_named():
+def test_rejects_prompt_too_long():
     with pytest.raises(ValueError, match="and 1024 new ones exceed the model's 1024 positions"):
         generate_answers({}, CFG, TOKENIZER, [request("q")], 1024)
     with pytest.raises(ValueError, match="0 rows"):

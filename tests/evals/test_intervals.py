@@ -1,4 +1,4 @@
-"""Intervals hold their promise: the truth lies inside in about 95% of repetitions, at the borders too."""
+"""Intervals contain the truth in about 95% of repetitions, also at the borders."""
 
 import numpy as np
 import pytest
@@ -11,19 +11,19 @@ def scores(successes, n):
 
 
 @pytest.mark.parametrize("k,n", [(0, 10), (3, 10), (81, 263), (200, 200)])
-def test_wilsons_limits_solve_his_equation(k, n):
+def test_wilson_limits_solve_equation(k, n):
     """|p - limit| = z sqrt(limit (1 - limit) / n): the definition, not the solved form."""
     p = k / n
     for limit in wilson(scores(k, n)):
         assert abs(p - limit) == pytest.approx(Z * np.sqrt(limit * (1 - limit) / n), abs=1e-8)
 
 
-def test_shares_are_taken_as_their_mean():
+def test_wilson_takes_mean_of_shares():
     assert wilson(np.array([0.5, 0.5, 1.0, 0.0])) == wilson(scores(2, 4))
 
 
 def newcombe(both, first, second, neither):
-    """Method 10 written out for a 2x2 table of agreements (Newcombe 1998, section 3)."""
+    """Returns method 10 written out for a 2x2 table of agreements (Newcombe 1998, section 3)."""
     n = both + first + second + neither
     l1, u1 = wilson(scores(both + first, n))
     l2, u2 = wilson(scores(both + second, n))
@@ -41,14 +41,14 @@ def newcombe(both, first, second, neither):
 @pytest.mark.parametrize(
     "cells", [(36, 12, 2, 0), (20, 3, 9, 30), (50, 0, 0, 50), (5, 20, 20, 5), (40, 0, 0, 0), (0, 9, 0, 0)]
 )  # fmt: skip
-def test_differences_of_pairs_are_newcombes(cells):
+def test_paired_difference_equals_newcombe(cells):
     a = np.repeat([1, 1, 0, 0], cells)
     b = np.repeat([1, 0, 1, 0], cells)
     np.testing.assert_allclose(paired_difference(a, b), newcombe(*cells), atol=1e-12)
 
 
 @pytest.mark.parametrize("right,change", [(0.97, 0.01), (0.5, 0.1), (0.8, 0.0)])
-def test_the_true_difference_is_inside_in_95_of_100_repetitions(right, change):
+def test_interval_covers_true_difference_in_95_percent(right, change):
     """Two models that agree but for a few samples, which the second loses or wins at random."""
     rng, inside, n = np.random.default_rng(0), 0, 200
     lose, win = change + 0.02, 0.02
@@ -61,7 +61,7 @@ def test_the_true_difference_is_inside_in_95_of_100_repetitions(right, change):
     assert 0.935 < inside / 2000 < 0.985
 
 
-def test_pairing_resolves_what_separate_intervals_do_not():
+def test_pairing_separates_overlapping_intervals():
     a = scores(900, 1000)
     b = a & (np.arange(1000) % 100 != 0)  # loses 9 of the 900
     difference, low, high = paired_difference(a, b)
@@ -69,13 +69,13 @@ def test_pairing_resolves_what_separate_intervals_do_not():
     assert wilson(b)[1] > wilson(a)[0]  # apart, they overlap
 
 
-def test_models_that_agree_everywhere_may_still_differ():
+def test_interval_of_equal_scores_has_width():
     same = scores(190, 200)
     difference, low, high = paired_difference(same, same)
     assert difference == 0 and -0.03 < low < -1e-3 and 1e-3 < high < 0.03
     assert paired_difference(scores(200, 200), scores(200, 200))[1] < -0.01
 
 
-def test_scores_that_are_no_pairs_are_refused():
+def test_rejects_unpaired_scores():
     with pytest.raises(ValueError, match="pair them"):
         paired_difference(np.ones(3), np.ones(4))

@@ -1,4 +1,4 @@
-"""Held-out bits per byte: the model's and the baselines' come from the same tokens."""
+"""Held-out bits per byte: the model and the baselines are scored on the same tokens."""
 
 import dataclasses
 import math
@@ -41,14 +41,14 @@ def setting(tmp_path_factory):
     )
 
 
-def fitted(setting, source):
+def fit_unigram(setting, source):
     documents = training_documents(setting.config.data, source, setting.tokenizer)
     return Unigram.fit(NgramCounts.of(documents, VOCAB))
 
 
-def test_a_model_that_is_a_unigram_scores_as_the_unigram_does(setting):
+def test_unigram_model_scores_like_unigram_baseline(setting):
     data, sizes = setting.config.data, setting.tokenizer.token_bytes()
-    model = fitted(setting, data.sources[0])
+    model = fit_unigram(setting, data.sources[0])
     got = HeldOut(setting)(model.log_probs)
     bits, total_bytes, targets = 0.0, 0, 0.0
     for source in data.sources:
@@ -62,30 +62,30 @@ def test_a_model_that_is_a_unigram_scores_as_the_unigram_does(setting):
     assert got["held_out/loss"] == pytest.approx(bits * math.log(2) / targets, rel=1e-6)
 
 
-def test_the_baselines_are_fitted_to_each_source(setting):
+def test_fits_baselines_to_each_source(setting):
     held_out = HeldOut(setting)
     baselines = held_out.baselines()
     assert list(baselines) == ["unigram", "bigram"]
     assert baselines["bigram"] < 0.7 * baselines["unigram"]
-    of_one = held_out(fitted(setting, setting.config.data.sources[0]).log_probs)
+    of_one = held_out(fit_unigram(setting, setting.config.data.sources[0]).log_probs)
     assert baselines["unigram"] < of_one["held_out/bits_per_byte"]
 
 
-def test_baselines_of_a_part_of_the_text_say_how_much_was_counted(setting):
+def test_partial_baselines_report_token_count(setting):
     def baselines(tokens, num_threads):
         train = dataclasses.replace(setting.config.train, baseline_tokens=tokens)
         data = dataclasses.replace(setting.config.data, num_threads=num_threads)
         config = dataclasses.replace(setting.config, train=train, data=data)
         return HeldOut(dataclasses.replace(setting, config=config)).baselines()
 
-    whole, cut = baselines(2**24, 0), baselines(101, 0)
-    assert "tokens" not in whole and cut["tokens"] == 100  # 50 of each source
-    assert cut["unigram"] > whole["unigram"]
+    full, cut = baselines(2**24, 0), baselines(101, 0)
+    assert "tokens" not in full and cut["tokens"] == 100  # 50 of each source
+    assert cut["unigram"] > full["unigram"]
     assert baselines(101, 3) == cut
     assert baselines(1, 0)["tokens"] == 4
 
 
-def test_evaluating_twice_gives_the_same_numbers(setting):
+def test_second_evaluation_gives_same_numbers(setting):
     uniform = np.full(VOCAB, -math.log(VOCAB))
     held_out = HeldOut(setting)
     assert held_out(uniform) == held_out(uniform) == HeldOut(setting)(uniform)

@@ -1,4 +1,4 @@
-"""Small models learn the tasks: what is measured can be learned, and is learned by retrieving."""
+"""Small models solve the long-context tasks, which needs retrieval."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ import pytest
     ],
     ids=["needle", "notes"],
 )
-def test_a_model_learns_to_retrieve(fields, stages, lengths, plain_env):
+def test_model_learns_to_retrieve(fields, stages, lengths, plain_env):
     command = [sys.executable, "-m", "tests.evals.retrieval_run", json.dumps(fields), stages]
     command.append(",".join(map(str, lengths)))
     done = subprocess.run(command, env=plain_env, stdout=subprocess.PIPE, text=True, check=True)

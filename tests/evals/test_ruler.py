@@ -37,8 +37,8 @@ def params():
 
 
 @functools.cache
-def decoded():
-    """Prompts int[6 20] and what the model writes after them, int[6 6]."""
+def greedy_samples():
+    """Returns prompts int[6 20] and the model's continuations int[6 6]."""
     prompts = np.random.default_rng(0).integers(0, CFG.vocab_size, (6, 20))
     return prompts, generate(params(), prompts, CFG, 6)[:, 20:]
 
@@ -55,30 +55,30 @@ def tasks_of(prompts, answers, cuts=(2, 3)):
     ]
 
 
-def test_what_greedy_decoding_writes_is_solved():
-    prompts, answers = decoded()
-    found = score(params(), CFG, tasks_of(prompts, answers), 4)
-    assert found.exact.all() and (found.share == 1).all()
-    np.testing.assert_allclose(found.depth, 0.3)
+def test_greedy_answers_count_as_solved():
+    prompts, answers = greedy_samples()
+    results = score(params(), CFG, tasks_of(prompts, answers), 4)
+    assert results.exact.all() and (results.share == 1).all()
+    np.testing.assert_allclose(results.depth, 0.3)
 
 
-def test_a_sample_is_solved_if_and_only_if_greedy_decoding_writes_it():
-    """One token of every sample is another: the first, a middle one or the last of the answers."""
-    prompts, answers = decoded()
+def test_only_greedy_answers_count_as_solved():
+    """One token of every sample is wrong: the first, a middle or the last one of the answers."""
+    prompts, answers = greedy_samples()
     for place, hit in ((0, 0), (2, 1), (5, 2)):
         wrong = answers.copy()
         wrong[::2, place] = (wrong[::2, place] + 1) % CFG.vocab_size
-        found = score(params(), CFG, tasks_of(prompts, wrong), 3)
-        np.testing.assert_array_equal(found.exact, (wrong == answers).all(1))
-        assert found.exact.tolist() == [False, True] * 3
-        # What follows a wrong token is judged after it, and is another text's continuation.
-        assert (found.share[::2] < 1).all() and (found.share[1::2] == 1).all()
+        results = score(params(), CFG, tasks_of(prompts, wrong), 3)
+        np.testing.assert_array_equal(results.exact, (wrong == answers).all(1))
+        assert results.exact.tolist() == [False, True] * 3
+        # Tokens after a wrong one continue another text.
+        assert (results.share[::2] < 1).all() and (results.share[1::2] == 1).all()
         if hit == 2:
-            np.testing.assert_allclose(found.share[::2], 2 / 3)
+            np.testing.assert_allclose(results.share[::2], 2 / 3)
 
 
-def test_answers_of_unequal_number_and_length_share_a_batch():
-    prompts, answers = decoded()
+def test_batches_answers_of_unequal_length():
+    prompts, answers = greedy_samples()
     two = tasks_of(prompts[:3], answers[:3])
     one = [
         LongContextTask(
@@ -89,14 +89,14 @@ def test_answers_of_unequal_number_and_length_share_a_batch():
         )
         for p, a in zip(prompts[3:], answers[3:])
     ]
-    found = score(params(), CFG, two + one, 6, tail=8)
-    assert found.exact.all() and np.isnan(found.depth[3:]).all()
+    results = score(params(), CFG, two + one, 6, tail=8)
+    assert results.exact.all() and np.isnan(results.depth[3:]).all()
     apart = [score(params(), CFG, part, 6) for part in (two, one)]
     assert [s.exact.all() for s in apart] == [True, True]
 
 
-def test_logits_of_the_prompt_are_never_made():
-    """Of the compiled program: nothing in it has t x v elements; the answers' logits are there."""
+def test_computes_no_logits_of_prompt():
+    """The compiled program has the logits of the answers, and nothing else with t x v elements."""
     tokens = np.zeros((2, 96), np.int32)
     run = module.correct_tokens.lower(
         params(), tokens, CFG, 3, None, module.ExecutionConfig()
@@ -112,69 +112,69 @@ def scores():
     return ruler(params(), CFG, TOKENIZER, CONFIG)
 
 
-def test_every_kind_and_length_is_scored_the_same_each_time():
-    found = scores()
-    assert list(found) == ["needle/40", "multi_value/40", "needle/64", "multi_value/64"]
+def test_scores_every_kind_and_length_reproducibly():
+    results = scores()
+    assert list(results) == ["needle/40", "multi_value/40", "needle/64", "multi_value/64"]
     again = ruler(params(), CFG, TOKENIZER, dataclasses.replace(CONFIG, batch_size=5))
-    for name, one in found.items():
+    for name, one in results.items():
         assert len(one.exact) == 5 and one.samples == again[name].samples
         np.testing.assert_array_equal(one.share, again[name].share)
-    assert len({one.samples for one in found.values()}) == 4
+    assert len({one.samples for one in results.values()}) == 4
 
 
-def test_runs_one_program_for_all_kinds_of_a_length(monkeypatch):
-    plain, asked = module.correct_tokens, []
+def test_runs_one_program_per_length(monkeypatch):
+    plain, calls = module.correct_tokens, []
 
     def record(params, tokens, *static):
-        asked.append((tokens.shape, tokens.dtype, *static))
+        calls.append((tokens.shape, tokens.dtype, *static))
         return plain(params, tokens, *static)
 
     monkeypatch.setattr(module, "correct_tokens", record)
     ruler(params(), CFG, TOKENIZER, CONFIG)
-    assert len(asked) == 8 and len(set(asked)) == 2
+    assert len(calls) == 8 and len(set(calls)) == 2
 
 
-def made(exact, share=None, samples="x"):
+def make_score(exact, share=None, samples="x"):
     exact = np.array(exact, bool)
     share = np.array(exact if share is None else share, np.float64)
     return Score(exact=exact, share=share, depth=np.zeros(len(exact)), samples=samples)
 
 
-def test_two_models_are_compared_on_their_common_samples():
-    a = {"needle/8": made([1, 1, 1, 0] * 50), "needle/9": made([1] * 200, samples="y")}
-    b = {"needle/8": made([1, 1, 0, 0] * 50), "needle/9": made([1] * 200, samples="y")}
-    found = compare(a, b)
-    assert found["needle/8"][0] == pytest.approx(0.25) and found["needle/8"][1] > 0.15
-    assert found["needle/9"][0] == 0 and found["needle/9"][1] < 0 < found["needle/9"][2]
-    assert found["all"][0] == pytest.approx(0.125)
-    assert np.diff(found["all"][1:]) < np.diff(found["needle/8"][1:])  # more samples
+def test_compares_models_on_common_samples():
+    a = {"needle/8": make_score([1, 1, 1, 0] * 50), "needle/9": make_score([1] * 200, samples="y")}
+    b = {"needle/8": make_score([1, 1, 0, 0] * 50), "needle/9": make_score([1] * 200, samples="y")}
+    results = compare(a, b)
+    assert results["needle/8"][0] == pytest.approx(0.25) and results["needle/8"][1] > 0.15
+    assert results["needle/9"][0] == 0 and results["needle/9"][1] < 0 < results["needle/9"][2]
+    assert results["all"][0] == pytest.approx(0.125)
+    assert np.diff(results["all"][1:]) < np.diff(results["needle/8"][1:])  # more samples
     with pytest.raises(ValueError, match="not scored on the same samples"):
         compare(a, {"needle/8": b["needle/8"]})
     with pytest.raises(ValueError, match="not scored on the same samples"):
-        compare(a, b | {"needle/9": made([1] * 200, samples="z")})
+        compare(a, b | {"needle/9": make_score([1] * 200, samples="z")})
 
 
-def test_the_table_and_the_metrics_say_what_was_found():
-    found = {
-        "needle/8": made([1, 1, 1, 0]),
-        "multi_value/8": made([0, 1, 0, 0], [0.5, 1, 0.5, 0]),
-        "needle/16": made([1, 1, 1, 1]),
-        "multi_value/16": made([0, 0, 0, 0], [0.5, 0.5, 0.5, 0]),
+def test_table_and_metrics_report_scores():
+    results = {
+        "needle/8": make_score([1, 1, 1, 0]),
+        "multi_value/8": make_score([0, 1, 0, 0], [0.5, 1, 0.5, 0]),
+        "needle/16": make_score([1, 1, 1, 1]),
+        "multi_value/16": make_score([0, 0, 0, 0], [0.5, 0.5, 0.5, 0]),
     }
-    lines = [line.split() for line in table(found).splitlines()]
+    lines = [line.split() for line in table(results).splitlines()]
     assert lines[0] == ["solved,", "%", "8", "tokens", "16", "tokens"]
     assert lines[1] == ["needle", "75.0", "[30.1,", "95.4]", "100.0", "[51.0,", "100.0]"]
     assert [lines[2][0], lines[2][1], lines[3][0], lines[3][1]] == [
         "multi_value", "25.0", "share", "50.0",
     ]  # fmt: skip
     assert lines[4] == ["mean", "50.0", "50.0"]
-    numbers = metrics(found)
+    numbers = metrics(results)
     assert numbers["ruler/needle/8/exact"] == 0.75
     assert numbers["ruler/multi_value/16/share"] == 0.375
 
 
 def setting():
-    """Of a run on eight devices, over which a batch of four is split, and each sequence once more."""
+    """Returns the setting of a run on eight devices, with batches of four rows."""
     config = ExperimentConfig(model=CFG, mesh=MeshConfig(data=2, fsdp=2, context=2))
     return Setting(
         config=config, tokenizer=TOKENIZER, batch_rows=4, place=lambda batch: batch, evaluate=None
@@ -182,8 +182,8 @@ def setting():
 
 
 class Other:
-    def __init__(self, given):
-        self.given = given
+    def __init__(self, run_setting):
+        self.run_setting = run_setting
 
     def __call__(self, params):
         return {"held_out/loss": 1.5}
@@ -192,13 +192,13 @@ class Other:
         return {"unigram": 3.0}
 
 
-def test_it_is_an_evaluator_beside_another_and_a_mesh_changes_nothing():
-    both, alone = Ruler(CONFIG, setting(), other=Other), Ruler(CONFIG, setting())
+def test_combines_with_other_evaluator_on_mesh():
+    both, single = Ruler(CONFIG, setting(), other=Other), Ruler(CONFIG, setting())
     mesh = make_mesh(data=2, fsdp=2, context=2)
     placed = jax.device_put(params(), glm5.param_shardings(CFG, mesh))
     assert both(placed) == {"held_out/loss": 1.5} | metrics(scores())
     assert both.baselines() == {"unigram": 3.0}
-    assert alone(placed) == metrics(scores()) and alone.baselines() == {}
+    assert single(placed) == metrics(scores()) and single.baselines() == {}
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,12 @@ def test_it_is_an_evaluator_beside_another_and_a_mesh_changes_nothing():
         (dict(kinds=("pin",)), "kind is 'pin'; use one of needle"),
     ],
 )
-def test_bad_values_are_refused(changes, message):
+def test_rejects_invalid_config(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
 
 
-def test_lengths_beyond_the_model_are_refused_before_any_work():
+def test_rejects_lengths_beyond_model():
     config = dataclasses.replace(CONFIG, lengths=(40, 129))
     message = "sequence length 129 exceeds max_position_embeddings 128"
     with pytest.raises(ValueError, match=message):
@@ -226,7 +226,7 @@ def test_lengths_beyond_the_model_are_refused_before_any_work():
         Ruler(config, setting())
 
 
-def test_long_evaluations_show_how_far_they_are(monkeypatch, capsys):
+def test_long_evaluations_show_progress(monkeypatch, capsys):
     monkeypatch.setattr(module, "QUIET_S", 0.0)
     ruler(params(), CFG, TOKENIZER, CONFIG)
     assert "sample 20/20  multi_value at 64" in capsys.readouterr().err

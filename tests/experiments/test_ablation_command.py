@@ -41,7 +41,7 @@ SMALL = (
 
 
 def make_finding(runs, config, command):
-    """Stands for an ablation's work: reports what it was called with."""
+    """Replaces an ablation's work: reports its arguments."""
     return Finding(
         title=f"{config.name} in {runs.workdir}",
         command=command,
@@ -71,7 +71,7 @@ class Ablation:
         return ablate("muon_split", config, workdir, command, make_finding)
 
 
-def test_refuses_workdir_that_is_a_file(capsys):
+def test_refuses_workdir_that_is_file(capsys):
     assert ablate("muon_split", muon_split.tiny(), __file__, "command", make_finding) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "is a file; give a folder" in error
@@ -88,7 +88,7 @@ def test_prints_why_run_stopped(kind, tmp_path, capsys):
 
 
 def test_mtp_drafts_with_every_trained_arm(tmp_path, monkeypatch):
-    """Its runs measure, and keep the weights that they measured."""
+    """Its runs measure, and keep the measured weights."""
     seen = {}
     monkeypatch.setattr(
         command, "AblationRuns", lambda workdir, evaluator, **options: seen.update(options)

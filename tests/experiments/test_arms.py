@@ -1,4 +1,4 @@
-"""Arms over rates and seeds: one compilation, nothing trained twice, and the same numbers as alone."""
+"""Arms over rates and seeds: one compilation, no repeated training, and the numbers of separate runs."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ STEPS = 4
 
 
 class Bias:
-    """Judges parameters by a number that can be told from them."""
+    """Evaluator that scores parameters by one of their numbers."""
 
     def __init__(self, setting):
         self.setting = setting
@@ -105,8 +105,8 @@ def done(tmp_path_factory):
 
 
 @pytest.fixture
-def pretended(monkeypatch):
-    """Trainings write the last lines of their logs and nothing else; returns the seeds of those that ran."""
+def fake_training(monkeypatch):
+    """Replaces trainings by the last lines of their logs; returns the seeds of the replaced ones."""
     ran = []
 
     def run(training):
@@ -124,7 +124,7 @@ def curve(rows):
 
 
 @pytest.mark.slow
-def test_rates_and_seeds_share_one_compilation_and_differ(done):
+def test_rates_and_seeds_share_one_compilation(done):
     runs, rows = done
     assert runs.compiled == 1
     assert [(r["arm"], r["rate"], r["seed"]) for r in rows] == [
@@ -137,46 +137,46 @@ def test_rates_and_seeds_share_one_compilation_and_differ(done):
     for trial in TRIALS:
         (folder,) = runs.folders(trial)
         assert column(read(folder), "learning_rate")[1][2] == pytest.approx(trial.rate)
-        assert not (folder / "checkpoints").exists()  # only what was asked to stay does
+        assert not (folder / "checkpoints").exists()  # only requested checkpoints stay
 
 
-def test_only_equal_losses_of_sampled_tokens_share_a_compilation():
-    own, steps = config(), SharedSteps()
+def test_only_equal_token_losses_share_compilation():
+    base, steps = config(), SharedSteps()
 
-    def made(beta):
+    def make_step(beta):
         loss = PolicyLoss(PolicyConfig(beta=beta))
-        return steps(own.model, own.step, own.optimizer, float, token_loss=loss)
+        return steps(base.model, base.step, base.optimizer, float, token_loss=loss)
 
-    assert made(2.0).update is made(2.0).update is not made(3.0).update
+    assert make_step(2.0).update is make_step(2.0).update is not make_step(3.0).update
 
 
 @pytest.mark.slow
-def test_a_trial_trains_as_it_would_alone(done, tmp_path):
+def test_trial_equals_separate_run(done, tmp_path):
     runs, _ = done
     trial = TRIALS[2]
     Pretraining(trial.stages[0], tmp_path, Bias).run()
-    steps, alone = curve(read(tmp_path))
+    steps, expected = curve(read(tmp_path))
     assert steps == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(curve(read(runs.folders(trial)[0]))[1], alone, rtol=1e-6)
+    np.testing.assert_allclose(curve(read(runs.folders(trial)[0]))[1], expected, rtol=1e-6)
 
 
-def test_trains_trial_without_whole_row_and_no_other(pretended, tmp_path):
+def test_trains_only_trial_without_complete_row(fake_training, tmp_path):
     rows = AblationRuns(tmp_path)(TRIALS)
-    assert pretended == [0, 0, 1] and [row["loss"] for row in rows] == [3.0, 4.0, 5.0]
+    assert fake_training == [0, 0, 1] and [row["loss"] for row in rows] == [3.0, 4.0, 5.0]
     again = AblationRuns(tmp_path)
-    assert again(TRIALS) == again.rows() == rows and len(pretended) == 3
+    assert again(TRIALS) == again.rows() == rows and len(fake_training) == 3
     renamed = dataclasses.replace(TRIALS[0], arm="another name")
     assert again([renamed]) == [rows[0] | {"arm": "another name"}]
     results = tmp_path / "results.jsonl"
     results.write_text(results.read_text()[:-10])
     assert AblationRuns(tmp_path).rows() == rows[:2]
     assert [row["loss"] for row in AblationRuns(tmp_path)(TRIALS)] == [3.0, 4.0, 6.0]
-    assert pretended == [0, 0, 1, 1]
+    assert fake_training == [0, 0, 1, 1]
 
 
 @pytest.mark.slow
-def test_a_killed_trial_goes_on_from_its_checkpoint_to_the_same_bits(done, tmp_path, monkeypatch):
-    whole, _ = done
+def test_killed_trial_resumes_bitwise(done, tmp_path, monkeypatch):
+    complete, _ = done
     runs = AblationRuns(tmp_path, Bias)
     plain = ProgressBar.update
 
@@ -192,12 +192,12 @@ def test_a_killed_trial_goes_on_from_its_checkpoint_to_the_same_bits(done, tmp_p
     fresh = AblationRuns(tmp_path, Bias)
     [row] = fresh(TRIALS[:1])
     assert fresh.done == STEPS - 2  # the checkpoint was at step 2
-    assert curve(read(fresh.folders(TRIALS[0])[0])) == curve(read(whole.folders(TRIALS[0])[0]))
-    assert row["loss"] == whole.rows()[0]["loss"]
+    assert curve(read(fresh.folders(TRIALS[0])[0])) == curve(read(complete.folders(TRIALS[0])[0]))
+    assert row["loss"] == complete.rows()[0]["loss"]
 
 
 @pytest.mark.slow
-def test_stages_follow_each_other_and_a_shared_beginning_is_trained_once(tmp_path):
+def test_trains_shared_stages_once(tmp_path):
     first = config(train=dataclasses.replace(config().train, save_interval=0))
     second = dataclasses.replace(first, name="second")
     runs = AblationRuns(
@@ -206,17 +206,17 @@ def test_stages_follow_each_other_and_a_shared_beginning_is_trained_once(tmp_pat
     [short] = runs([Arm("short", (first,)).trial()])
     trial = Arm("long", (first, second)).trial()
     [row] = runs([trial])
-    assert runs.done == STEPS  # the second stage's alone
+    assert runs.done == STEPS  # steps of the second stage only
     before, after = runs.folders(trial)
     assert before.name == short["folder"] and after.name == row["folder"] != before.name
     config_json = json.loads((after / "config.json").read_text())
     assert config_json["checkpoint"] == str(before)
     start, end = curve(read(before))[1], curve(read(after))[1]
-    assert end[0] < start[0] - 0.01  # it went on from the first stage's weights
+    assert end[0] < start[0] - 0.01  # it starts from the first stage's weights
 
 
 @pytest.mark.slow
-def test_a_training_that_diverges_is_a_result_and_the_others_go_on(tmp_path):
+def test_diverged_training_is_result(tmp_path):
     runs = AblationRuns(tmp_path)
     rows = runs([ARM.trial(rate=1e30, seed=0), ARM.trial(rate=1e-2, seed=0)])
     assert rows[0]["loss"] is None
@@ -224,8 +224,8 @@ def test_a_training_that_diverges_is_a_result_and_the_others_go_on(tmp_path):
     assert losses_by_rate(rows) == {1e-2: rows[1]["loss"], 1e30: math.inf}
 
 
-def test_a_training_that_stopped_for_another_reason_is_no_result(tmp_path, monkeypatch):
-    """Also after steps that were skipped, as many as make a divergence if they follow each other."""
+def test_stopped_training_is_no_result(tmp_path, monkeypatch):
+    """Also after skipped steps, as many as make a divergence if consecutive."""
 
     def stopped(training):
         with MetricsLog(training.workdir) as log:
@@ -239,7 +239,7 @@ def test_a_training_that_stopped_for_another_reason_is_no_result(tmp_path, monke
     assert runs.rows() == []
 
 
-def test_a_shorter_schedule_keeps_its_shape():
+def test_shorter_schedule_keeps_shape():
     schedule = config().schedule
     trial = Arm("a", (config(), config())).trial(rate=2e-2, seed=3, share=0.5)
     first, last = trial.stages
@@ -250,7 +250,7 @@ def test_a_shorter_schedule_keeps_its_shape():
     assert {(s.seed, s.data.seed) for s in trial.stages} == {(3, 3)}
 
 
-def test_the_digest_is_of_every_stage_and_not_of_the_arm():
+def test_digest_covers_stages_and_not_arm():
     trial = Arm("a", (config(),)).trial(seed=1)
     assert trial.digests == Arm("b", (config(),)).trial(seed=1).digests
     assert trial.digests == Arm("a", (config(), config())).trial(seed=1).digests[:1]
@@ -263,19 +263,19 @@ def test_the_digest_is_of_every_stage_and_not_of_the_arm():
     assert len({t.digests[-1] for t in [trial, *others]}) == 5
 
 
-def test_a_tokenizer_is_known_by_what_it_holds(tmp_path):
+def test_digest_depends_on_content_of_tokenizer(tmp_path):
     def digest(name, text):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "tokenizer.json").write_text(text)
         return Arm("a", (config(tokenizer=str(folder)),)).trial().digests[-1]
 
-    here = digest("here", "{}")
-    assert digest("moved", "{}") == here != digest("other", "[]")
-    assert Arm("a", (config(tokenizer="bytes"),)).trial().digests[-1] != here
+    reference = digest("here", "{}")
+    assert digest("moved", "{}") == reference != digest("other", "[]")
+    assert Arm("a", (config(tokenizer="bytes"),)).trial().digests[-1] != reference
 
 
-def test_the_outcome_reads_the_log(tmp_path):
+def test_outcome_reads_log(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(1, 41):
             log.write(
@@ -284,19 +284,19 @@ def test_the_outcome_reads_the_log(tmp_path):
         log.write({"step": 41, "max_logit": [math.nan, math.nan]})
         log.write({"step": 20, "held_out/loss": 4.5})
         log.write({"step": 40, "held_out/loss": 4.25})
-    found = outcome(tmp_path)
-    assert found["reward"] is None
-    assert found["loss"] == 4.25
-    assert found["curve"] == [[20, 40], [4.5, 4.25]]
-    assert found["train_loss"] == pytest.approx(5 - 39.5 / 40)
-    assert found["max_logit"] == pytest.approx(1.5)  # of steps 39 and 40: 1 and 2
+    row = outcome(tmp_path)
+    assert row["reward"] is None
+    assert row["loss"] == 4.25
+    assert row["curve"] == [[20, 40], [4.5, 4.25]]
+    assert row["train_loss"] == pytest.approx(5 - 39.5 / 40)
+    assert row["max_logit"] == pytest.approx(1.5)  # of steps 39 and 40: 1 and 2
     with MetricsLog(tmp_path) as log:
         for step, reward in ((0, 0.25), (40, 0.75)):
             log.write({"step": step, report.HELD_OUT_REWARD: reward})
     assert outcome(tmp_path)["reward"] == 0.75
 
 
-def test_the_grid_grows_until_the_best_rate_is_inside():
+def test_grid_grows_until_best_rate_is_inside():
     tried = []
 
     def runs(trials):
@@ -305,18 +305,18 @@ def test_the_grid_grows_until_the_best_rate_is_inside():
 
     rates = grid(0.01)
     assert rates == [0.0025, 0.005, 0.01, 0.02, 0.04]
-    found = tune(runs, ARM, rates)
-    best = found.rate
-    assert sorted(found.losses) == [*rates, 0.08, 0.16, 0.32]
-    assert found.loss == found.losses[best] == min(found.losses.values())
-    assert best == 0.04 * RATIO**3  # 0.32, and three are all it may add ...
+    tuned = tune(runs, ARM, rates)
+    best = tuned.rate
+    assert sorted(tuned.losses) == [*rates, 0.08, 0.16, 0.32]
+    assert tuned.loss == tuned.losses[best] == min(tuned.losses.values())
+    assert best == 0.04 * RATIO**3  # 0.32, and three is the maximum to add ...
     assert max(t.rate for t in tried) == best
     assert tune(runs, ARM, rates, extend=4).rate == best
     assert max(t.rate for t in tried) == best * RATIO  # ... the fourth shows that it is inside
     assert tune(runs, ARM, grid(0.31)).rate == 0.31
 
 
-def test_a_diverged_seed_rules_a_rate_out():
+def test_diverged_seed_excludes_rate():
     def runs(trials):
         return [
             {"rate": t.rate, "loss": None if t.rate > 0.01 and t.seed else -t.rate} for t in trials
@@ -327,16 +327,16 @@ def test_a_diverged_seed_rules_a_rate_out():
         tune(lambda trials: [{"rate": t.rate, "loss": None} for t in trials], ARM, grid(1.0))
 
 
-def test_a_rate_at_which_another_seed_diverges_gives_way_to_the_next_best():
+def test_takes_next_best_rate_if_seed_diverges():
     def runs(trials):
         return [
             {"rate": t.rate, "loss": None if t.seed and t.rate > limit else 1.0} for t in trials
         ]
 
     tuned, limit = Tuned(ARM, 0.04, {0.01: 3.0, 0.02: 2.5, 0.04: 2.0}), 0.01
-    found, rows = tune_without_divergence(runs, tuned, (0, 1))
-    assert (found.rate, [row["rate"] for row in rows]) == (0.01, [0.01, 0.01])
-    assert found.losses == {0.01: 3.0, 0.02: math.inf, 0.04: math.inf}
+    result, rows = tune_without_divergence(runs, tuned, (0, 1))
+    assert (result.rate, [row["rate"] for row in rows]) == (0.01, [0.01, 0.01])
+    assert result.losses == {0.01: 3.0, 0.02: math.inf, 0.04: math.inf}
     limit = 0.04
     assert tune_without_divergence(runs, tuned, (0, 1))[0] == tuned
     limit = 0.0
@@ -346,14 +346,14 @@ def test_a_rate_at_which_another_seed_diverges_gives_way_to_the_next_best():
         tune_without_divergence(runs, tuned, (0, 1))
 
 
-def test_steps_to_a_level():
-    found = [10, 20, 30], [5.0, 4.0, 3.0]
-    assert steps_to(found, 3.5) == 25.0
-    assert steps_to(found, 6.0) == 10.0
-    assert steps_to(found, 2.9) is None
+def test_counts_steps_to_level():
+    series = [10, 20, 30], [5.0, 4.0, 3.0]
+    assert steps_to(series, 3.5) == 25.0
+    assert steps_to(series, 6.0) == 10.0
+    assert steps_to(series, 2.9) is None
 
 
-def test_what_cannot_be_run_is_named(tmp_path):
+def test_rejects_invalid_arm_and_folder(tmp_path):
     with pytest.raises(ValueError, match="arm 'empty' has no stage"):
         Arm("empty", ())
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Kinds of attention: what each arm converts and trains, what is scored, and verdicts that follow the rows."""
+"""Kinds of attention: conversion and training of each arm, scores, and verdicts that follow the rows."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ CHOSEN = {"tiny": "FSSF", "small": "SFSFFSSFFSSF"}
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A folder that has its tokenizer: training one takes seconds."""
+    """A folder with a trained tokenizer, because training one takes seconds."""
     folder = tmp_path_factory.mktemp("kinds")
     Tokenizer.default().save(folder / "tokenizer")
     return folder
@@ -52,57 +52,59 @@ def arms(variant, workdir):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_all_arms_share_their_beginning_and_train_the_same_tokens(variant, workdir):
-    study, made = arms(variant, workdir)
+def test_arms_share_base_and_train_on_equal_tokens(variant, workdir):
+    study, arms_by_name = arms(variant, workdir)
     *dense, last = study.stages(workdir)
-    assert tuple(made) == ARMS
-    for name, arm in made.items():
+    assert tuple(arms_by_name) == ARMS
+    for name, arm in arms_by_name.items():
         assert arm.stages[: len(dense)] == tuple(dense)
-        own = arm.stages[len(dense) :]
-        assert len(own) == (2 if name == DSA else 1)
-        assert sum(stage.steps for stage in own) == last.schedule.total_steps
-        for stage in own:
+        stages = arm.stages[len(dense) :]
+        assert len(stages) == (2 if name == DSA else 1)
+        assert sum(stage.steps for stage in stages) == last.schedule.total_steps
+        for stage in stages:
             assert (stage.data, stage.batch) == (last.data, last.batch)
-        assert own[-1].schedule.peak == last.schedule.peak
-    digests = {arm.trial(seed=1).digests[len(dense) - 1] for arm in made.values()}
+        assert stages[-1].schedule.peak == last.schedule.peak
+    digests = {arm.trial(seed=1).digests[len(dense) - 1] for arm in arms_by_name.values()}
     assert len(digests) == 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_half_of_the_layers_are_converted_and_dsa_is_in_all(variant, workdir):
-    _, made = arms(variant, workdir)
-    kinds = {name: arm.stages[-1].model.layer_kinds for name, arm in made.items()}
+def test_converts_half_of_layers_and_all_for_dsa(variant, workdir):
+    _, arms_by_name = arms(variant, workdir)
+    kinds = {name: arm.stages[-1].model.layer_kinds for name, arm in arms_by_name.items()}
     layers = len(kinds[FULL])
     assert set(kinds[FULL]) == set(kinds[DSA]) == {"full"}
     assert kinds[SEARCHED] == attention_kinds.kinds_of(CHOSEN[variant])
     assert kinds[INTERLEAVED] == ("full", "window") * (layers // 2)
     for name, kind in ((GDN, "gdn"), (SIMPLE, "simple_gdn")):
         instead = {"full": "full", "window": kind}
-        assert kinds[name] == tuple(instead[own] for own in kinds[SEARCHED])
-    sparse = made[DSA].stages[-1].model
+        assert kinds[name] == tuple(instead[layer] for layer in kinds[SEARCHED])
+    sparse = arms_by_name[DSA].stages[-1].model
     assert sparse.attention == "sparse" and sparse.full_layers == tuple(range(layers))
-    assert all(arm.stages[-1].model.index_topk is None for n, arm in made.items() if n != DSA)
+    assert all(
+        arm.stages[-1].model.index_topk is None for n, arm in arms_by_name.items() if n != DSA
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_stage_fits_what_the_one_before_it_leaves(variant, workdir):
-    _, made = arms(variant, workdir)
-    for arm in made.values():
+def test_weights_fit_from_stage_to_stage(variant, workdir):
+    _, arms_by_name = arms(variant, workdir)
+    for arm in arms_by_name.values():
         for first, stage in itertools.pairwise(arm.stages):
             check_arithmetic(first.name, first.model, stage.model, stage.may_differ)
-            before, after = (flatten(glm5.abstract_params(own.model)) for own in (first, stage))
-            alone = before.keys() ^ after.keys()
-            assert all(matches_any(stage.may_differ, path) for path in alone)
+            before, after = (flatten(glm5.abstract_params(part.model)) for part in (first, stage))
+            one_sided = before.keys() ^ after.keys()
+            assert all(matches_any(stage.may_differ, path) for path in one_sided)
             if first.model.layer_kinds != stage.model.layer_kinds:
-                alone.add("model.layer_attention")
-            patterns = [p for p in stage.may_differ if p != "rope_theta"]  # mid-training's own
-            assert all(any(matches_any([p], path) for path in alone) for p in patterns)
+                one_sided.add("model.layer_attention")
+            patterns = [p for p in stage.may_differ if p != "rope_theta"]  # of mid-training
+            assert all(any(matches_any([p], path) for path in one_sided) for p in patterns)
             assert all(before[p].shape == after[p].shape for p in before.keys() & after.keys())
 
 
-def test_dsa_warms_its_indexers_up_alone_and_then_trains_everything(workdir):
-    study, made = arms("tiny", workdir)
-    *_, warmed, sparse = made[DSA].stages
+def test_dsa_warms_up_indexers_then_trains_everything(workdir):
+    study, arms_by_name = arms("tiny", workdir)
+    *_, warmed, sparse = arms_by_name[DSA].stages
     assert warmed.model.attention == "dense" and warmed.steps == study.warmup_steps
     assert warmed.model.index_topk == sparse.model.index_topk == study.index_topk == 16
     groups = {}
@@ -112,10 +114,10 @@ def test_dsa_warms_its_indexers_up_alone_and_then_trains_everything(workdir):
         assert stage.step.index_weight == 1
     warmed, sparse = groups.values()
     assert warmed and all("indexer/" in path for path in warmed)
-    assert set(sparse) == set(flatten(glm5.abstract_params(made[DSA].stages[-1].model)))
+    assert set(sparse) == set(flatten(glm5.abstract_params(arms_by_name[DSA].stages[-1].model)))
 
 
-def test_continual_training_has_other_items_than_the_dense_model(workdir):
+def test_continual_training_has_other_items(workdir):
     *_, before, last = attention_kinds.tiny().stages(workdir)
     [old], [new] = before.data.sources, last.data.sources
     assert dataclasses.replace(old.tasks, seed=new.tasks.seed) == new.tasks
@@ -123,7 +125,7 @@ def test_continual_training_has_other_items_than_the_dense_model(workdir):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_a_pattern_is_chosen_by_is_not_what_it_is_judged_by(variant):
+def test_search_and_evaluation_samples_differ(variant):
     study = attention_kinds.get_config(variant)
     [length], samples = study.searched.lengths, []
     for config in (study.judged, study.searched):
@@ -136,7 +138,7 @@ def test_what_a_pattern_is_chosen_by_is_not_what_it_is_judged_by(variant):
         assert len({row.token_ids.tobytes() for row in rows}) == len(rows)
 
 
-def test_a_study_that_would_judge_by_what_it_searched_is_refused():
+def test_rejects_study_that_evaluates_search_samples():
     study = attention_kinds.tiny()
     same = dataclasses.replace(study.searched, seed=study.judged.seed + 2)
     with pytest.raises(ValueError, match="searched.seed 2: .* put them 3 apart"):
@@ -146,7 +148,7 @@ def test_a_study_that_would_judge_by_what_it_searched_is_refused():
         dataclasses.replace(study, searched=several)
 
 
-def test_patterns_are_written_in_letters():
+def test_writes_patterns_in_letters():
     kinds = ("full", "window", "gdn", "simple_gdn")
     assert attention_kinds.letters(kinds) == "FSGD"
     assert attention_kinds.kinds_of("FSGD") == kinds
@@ -157,7 +159,7 @@ MODEL = retriever.model(2, hidden_size=16, intermediate_size=16, sliding_window=
 
 @pytest.fixture(scope="module")
 def toy():
-    """A study of two layers."""
+    """Returns a study of two layers."""
     judged = RulerConfig(kinds=("multi_key",), lengths=(12, 18), samples=20, task=retriever.TASK)
 
     def stages(workdir):
@@ -171,14 +173,14 @@ def toy():
 
 
 def measure(study, workdir, monkeypatch, arm, seed, old, new):
-    """The measured row of a trial whose dense model is `old`, and which ends as `new`."""
-    asked = []
+    """Returns the row of a trial with dense model `old` and final model `new`."""
+    folders = []
 
     def load(folder, abstract, may_differ=()):
-        asked.append(folder)
+        folders.append(folder)
         held = flatten(new if folder == last else old)
-        alone = held.keys() ^ flatten(abstract).keys()
-        assert all(matches_any(may_differ, path) for path in alone)
+        one_sided = held.keys() ^ flatten(abstract).keys()
+        assert all(matches_any(may_differ, path) for path in one_sided)
         return new if folder == last else old
 
     trial = arm.trial(seed=seed)
@@ -189,57 +191,57 @@ def measure(study, workdir, monkeypatch, arm, seed, old, new):
     Tokenizer.load(retriever.tokenizer(workdir)).save(last / "tokenizer")
     monkeypatch.setattr(store, "load_params", load)
     row = attention_kinds.measure(study, trial, last)
-    assert asked == [last] + ([before] if len(arm.stages) > 1 else [])
+    assert folders == [last] + ([before] if len(arm.stages) > 1 else [])
     return row
 
 
 @pytest.mark.slow
-def test_before_is_the_converted_model_and_after_the_trained_one(workdir, toy, monkeypatch):
+def test_measures_converted_and_trained_model(workdir, toy, monkeypatch):
     config = dataclasses.replace(toy.judged, seed=toy.judged.seed + 2)
     tokenizer = Tokenizer.load(retriever.tokenizer(workdir))
-    made = attention_kinds.arms(toy, workdir, ("window", "full"))
+    arms_by_name = attention_kinds.arms(toy, workdir, ("window", "full"))
     old = glm5.init_params(MODEL, jax.random.key(0))
     seen = []
 
-    def spied(params, model, *rest):
+    def spy(params, model, *rest):
         seen.append((params, model, *rest))
         return {"12": 0.25, "18": 0.5}
 
-    monkeypatch.setattr(attention_kinds, "solve_rates", spied)
+    monkeypatch.setattr(attention_kinds, "solve_rates", spy)
     for name in (SEARCHED, GDN):
-        model = made[name].stages[-1].model
+        model = arms_by_name[name].stages[-1].model
         new = glm5.init_params(model, jax.random.key(1))
-        row = measure(toy, workdir, monkeypatch, made[name], 2, old, new)
+        row = measure(toy, workdir, monkeypatch, arms_by_name[name], 2, old, new)
         assert row == {"before": {"12": 0.25, "18": 0.5}, "after": {"12": 0.25, "18": 0.5}}
-        (given, *told), (after, *_) = seen[-2:]
-        assert told[0].layer_kinds == model.layer_kinds and told[2] == config
-        assert told[0].eos_token_id == tuple(tokenizer.eos_ids)
+        (converted, *rest), (after, *_) = seen[-2:]
+        assert rest[0].layer_kinds == model.layer_kinds and rest[2] == config
+        assert rest[0].eos_token_id == tuple(tokenizer.eos_ids)
         want, _ = convert(old, MODEL, model.layer_kinds)
-        jax.tree.map(np.testing.assert_array_equal, given, want)
+        jax.tree.map(np.testing.assert_array_equal, converted, want)
         assert after is new
 
 
-def test_the_dense_model_is_searched_for_the_best_pattern(workdir, toy, monkeypatch):
-    """Both patterns of one window are scored, converted, on the samples of this seed's search."""
+def test_searches_best_pattern_of_dense_model(workdir, toy, monkeypatch):
+    """Scores both patterns of one window, converted, on the samples of this seed's search."""
     dense = Arm(DENSE, toy.stages(workdir)[:1])
     old = glm5.init_params(MODEL, jax.random.key(0))
 
-    def spied(params, model, tokenizer, config):
+    def spy(params, model, tokenizer, config):
         assert config == dataclasses.replace(toy.searched, seed=toy.searched.seed + 1)
         jax.tree.map(np.testing.assert_array_equal, params, old)
         return {"18": {"FS": 0.25, "SF": 0.75}[attention_kinds.letters(model.layer_kinds)]}
 
-    monkeypatch.setattr(attention_kinds, "solve_rates", spied)
+    monkeypatch.setattr(attention_kinds, "solve_rates", spy)
     row = measure(toy, workdir, monkeypatch, dense, 1, None, old)
     assert row == {"pattern": "SF", "scores": {"FS": 0.25, "SF": 0.75}}
 
 
-def test_solved_is_the_mean_over_the_kinds_of_exact_matches(monkeypatch):
+def test_solve_rate_is_mean_over_kinds(monkeypatch):
     config = RulerConfig(kinds=("needle", "multi_key"), lengths=(18, 36), samples=4)
     exact = {"needle/18": 4, "multi_key/18": 1, "needle/36": 2, "multi_key/36": 0}
 
-    def fake(params, model, tokenizer, asked, progress):
-        assert (params, model, tokenizer, asked) == (1, 2, 3, config)
+    def fake(params, model, tokenizer, ruler_config, progress):
+        assert (params, model, tokenizer, ruler_config) == (1, 2, 3, config)
         share = np.ones(4)  # some answers are right in every sample
         return {
             k: Score(exact=np.arange(4) < n, share=share, depth=share, samples="")
@@ -250,7 +252,7 @@ def test_solved_is_the_mean_over_the_kinds_of_exact_matches(monkeypatch):
     assert attention_kinds.solve_rates(1, 2, 3, config) == {"18": 0.625, "36": 0.25}
 
 
-def test_every_seed_trains_the_pattern_that_it_found(toy, workdir, monkeypatch):
+def test_every_seed_trains_its_pattern(toy, workdir, monkeypatch):
     trained = []
 
     class Fake:
@@ -279,12 +281,12 @@ def test_every_seed_trains_the_pattern_that_it_found(toy, workdir, monkeypatch):
 
 
 def rows(**changes):
-    """Rows in which every arm solves all, but for {arm: (before, after)} at the longest length."""
+    """Returns rows in which every arm solves all, except {arm: (before, after)} at the longest length."""
     names = dict(zip(("full", "apart", "searched", "gdn", "simple", "dsa"), ARMS))
-    given = {names[key]: value for key, value in changes.items()}
+    changes_by_arm = {names[key]: value for key, value in changes.items()}
     out = {}
     for name in ARMS:
-        before, after = given.get(name, ((1.0,) * 3, (1.0,) * 3))
+        before, after = changes_by_arm.get(name, ((1.0,) * 3, (1.0,) * 3))
         out[name] = [
             {"seed": s, "loss": 0.0, "before": {"12": 1.0, "18": b}, "after": {"12": 1.0, "18": a}}
             for s, (b, a) in enumerate(zip(before, after, strict=True))
@@ -316,7 +318,7 @@ ONE = (1.0, 1.0, 1.0)
         (dict(dsa=(ONE, (0.99,) * 3)), 6, "DSA loses less than 0.5: not met"),
     ],
 )  # fmt: skip
-def test_verdicts_follow_the_rows(changes, index, verdict, toy):
+def test_verdicts_follow_rows(changes, index, verdict, toy):
     result = attention_kinds.finding(toy, "command", BASES, rows(**changes))
     assert len(result.verdicts) == 7
     when = "before" if index < 2 else "after"
@@ -324,7 +326,7 @@ def test_verdicts_follow_the_rows(changes, index, verdict, toy):
     assert result.verdicts[index].endswith(verdict)
 
 
-def test_tables_show_every_arm_before_and_after(toy):
+def test_tables_show_every_arm(toy):
     changed = rows(apart=((0.25, 0.5, 0.75), ONE), full=(ONE, (0.5, 0.75, 1.0)))
     result = attention_kinds.finding(toy, "command", BASES, changed)
     solved, differences, patterns = result.tables
@@ -348,13 +350,13 @@ def test_tables_show_every_arm_before_and_after(toy):
     assert len(result.plots) == 2
 
 
-def test_patterns_that_a_beam_did_not_meet_are_left_out_of_its_column(toy):
+def test_table_omits_patterns_without_score(toy):
     bases = [dict(BASES[0], scores={"SF": 0.5}), dict(BASES[1])]
     result = attention_kinds.finding(toy, "command", bases, {n: r[:2] for n, r in rows().items()})
     assert result.tables[2].rows[1] == ("FS (interleaved)", "-", "25.0")
 
 
-def test_an_arm_that_diverged_is_left_out_and_named(toy):
+def test_leaves_out_diverged_arm(toy):
     changed = rows()
     changed[SEARCHED][1] = {"seed": 1, "loss": None}
     result = attention_kinds.finding(toy, "command", BASES, changed)

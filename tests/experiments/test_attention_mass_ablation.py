@@ -1,4 +1,4 @@
-"""Redundant attention: what is trained and measured, and FLOPs against GLM-5's own formulas."""
+"""Redundant attention: trained and measured arms, and FLOPs next to GLM-5's formulas."""
 
 import dataclasses
 import itertools
@@ -19,49 +19,49 @@ from glm5_jax.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 GLM5 = presets.glm5()
-# Of a query and a layer, two per multiply-add: 64 heads of 256 for keys and for values; 32 of 128.
+# Of a query and a layer, two per multiply-add: 64 heads of 256 for keys and values; 32 of 128.
 DENSE, INDEX, LATENT = 65_536, 8_192, 2 * 64 * (576 + 512)
 PROJECTIONS = 2 * (2048 * 32 * 128 + 6144 * 128 + 6144 * 32)
 
 
 @pytest.mark.parametrize("t", [8192, 202_752])
-def test_prefill_counts_are_those_of_the_formulas(t):
+def test_prefill_counts_equal_formulas(t):
     seen, chosen = (t + 1) / 2, (2048 * 2049 / 2 + (t - 2048) * 2048) / t
-    found = counts(GLM5, t)
+    flops = counts(GLM5, t)
     sparse = DENSE * chosen + INDEX * seen + PROJECTIONS
-    assert found["prefill, attention only"] == pytest.approx((DENSE * seen, sparse), rel=1e-6)
+    assert flops["prefill, attention only"] == pytest.approx((DENSE * seen, sparse), rel=1e-6)
     folds = 2 * 512 * 64 * (192 + 256)
-    assert found["prefill, attention in the kernels"] == pytest.approx(
+    assert flops["prefill, attention in the kernels"] == pytest.approx(
         (folds + DENSE * seen, folds + LATENT * chosen + INDEX * seen + PROJECTIONS), rel=1e-6
     )
-    whole, alone = found["prefill, whole layer"], found["prefill, attention only"]
-    rest = np.subtract(whole, alone)
+    layer, attention = flops["prefill, whole layer"], flops["prefill, attention only"]
+    rest = np.subtract(layer, attention)
     # MLA's projections, the router, eight experts and the shared one (3 x 37.7M numbers / 3).
     assert rest == pytest.approx([2 * (165.02e6 + 1.57e6 + 9 * 37.75e6)] * 2, rel=1e-3)
 
 
-def test_decoding_counts_are_those_of_the_formulas():
+def test_decoding_counts_equal_formulas():
     t = 131_072
-    found = counts(GLM5, t)
-    dense, sparse = found["decode, attention only"]
+    flops = counts(GLM5, t)
+    dense, sparse = flops["decode, attention only"]
     assert dense == 2 * 64 * (576 + 576) * t
     assert sparse == pytest.approx(LATENT * 2048 + INDEX * t + PROJECTIONS)
-    whole = found["decode, whole layer"]
-    assert np.subtract(whole, (dense, sparse)) == pytest.approx(
+    layer = flops["decode, whole layer"]
+    assert np.subtract(layer, (dense, sparse)) == pytest.approx(
         [2 * (165.02e6 + 1.57e6 + 9 * 37.75e6)] * 2, rel=1e-3
     )
-    dense, sparse = found["decode, bytes of attention"]
+    dense, sparse = flops["decode, bytes of attention"]
     assert dense == pytest.approx(2 * 576 * t, rel=1e-2)
     assert sparse == pytest.approx(2 * (128 * t + 576 * 2048), rel=2e-2)
 
 
-def test_few_keys_are_not_taken_twice():
-    """Up to index_topk keys a selection is all of them."""
+def test_counts_few_keys_once():
+    """A selection of up to index_topk keys is all of them."""
     dense, sparse = counts(GLM5, 1024)["prefill, attention only"]
     assert sparse == pytest.approx(dense + INDEX * 512.5 + PROJECTIONS, rel=1e-6)
 
 
-def test_the_length_at_which_a_ratio_is_reached():
+def test_finds_first_length_with_ratio():
     what = "prefill, attention only"
     at = first_length(GLM5, what, 2.0)
     for t, more in ((at - 1, False), (at, True)):
@@ -71,7 +71,7 @@ def test_the_length_at_which_a_ratio_is_reached():
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
-def test_only_indexers_learn_in_the_last_stage(variant, tmp_path):
+def test_last_stage_trains_only_indexers(variant, tmp_path):
     setup = ablation.get_config(variant)
     arms = ablation.arms(setup, tmp_path)
     for arm in arms.values():
@@ -88,7 +88,7 @@ def test_only_indexers_learn_in_the_last_stage(variant, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_retriever_is_measured_on_its_tasks(tmp_path, monkeypatch):
+def test_measures_retriever_on_its_tasks(tmp_path, monkeypatch):
     trial = ablation.arms(ablation.get_config(), tmp_path)[RETRIEVER].trial(seed=1)
     Tokenizer.load(retriever.tokenizer(tmp_path)).save(tmp_path / "run" / "tokenizer")
     params = glm5.init_params(trial.stages[-1].model, jax.random.key(0))
@@ -104,7 +104,7 @@ def test_the_retriever_is_measured_on_its_tasks(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_text_model_is_measured_on_held_out_documents(tmp_path, monkeypatch):
+def test_measures_text_model_on_held_out_documents(tmp_path, monkeypatch):
     setup = dataclasses.replace(ablation.get_config(), rows=3)
     trial = ablation.arms(setup, tmp_path)[TEXT].trial(seed=1)
     Tokenizer.default().save(tmp_path / "tokenizer")
@@ -132,7 +132,7 @@ def test_the_text_model_is_measured_on_held_out_documents(tmp_path, monkeypatch)
     assert row["mass"][0]["best"] == (0.75,)
 
 
-def made_up(config, layers, seeds=3, redundant=(0.95, 0.5)):
+def fake_rows(config, layers, seeds=3, redundant=(0.95, 0.5)):
     buckets = list(zip(config.edges, config.edges[1:]))
     ks = len(config.top_k)
 
@@ -160,21 +160,21 @@ def made_up(config, layers, seeds=3, redundant=(0.95, 0.5)):
     ]
 
 
-def test_the_finding_says_what_was_met():
+def test_finding_reports_targets():
     setup = ablation.get_config()
-    rows = {TEXT: made_up(setup.mass, 4), RETRIEVER: made_up(ablation.RETRIEVED, 2)}
-    found = ablation.finding(setup, rows, "command")
-    assert "90% of the attention lies on 8.5 ± 0.0" in found.verdicts[0]
-    assert found.verdicts[0].endswith("about 90%: met")
-    assert found.verdicts[1].endswith("about 90%: not met")
+    rows = {TEXT: fake_rows(setup.mass, 4), RETRIEVER: fake_rows(ablation.RETRIEVED, 2)}
+    result = ablation.finding(setup, rows, "command")
+    assert "90% of the attention lies on 8.5 ± 0.0" in result.verdicts[0]
+    assert result.verdicts[0].endswith("about 90%: met")
+    assert result.verdicts[1].endswith("about 90%: not met")
     # Layers 0 to 3 hold 0.6 to 0.9, seeds add 0, 1 and 2 percent.
-    assert "the indexer's 80 keys hold 76.0%" in found.verdicts[2]
-    assert found.verdicts[3].startswith("retriever, 65 to 128 visible keys")
-    by_layer, by_length, *_, counted = found.tables
+    assert "the indexer's 80 keys hold 76.0%" in result.verdicts[2]
+    assert result.verdicts[3].startswith("retriever, 65 to 128 visible keys")
+    by_layer, by_length, *_, counted = result.tables
     assert [row[0] for row in by_layer.rows] == ["0", "1", "2", "3", "all"]
     assert [row[0] for row in by_length.rows] == [
         "65 to 128", "129 to 256", "257 to 512", "513 to 1024"
     ]  # fmt: skip
     assert [row[0] for row in counted.rows][-2:] == ["131,072", "202,752"]
-    assert len(found.plots) == 5
-    assert any("at no length" not in v and "1.5x at" in v for v in found.verdicts[6:])
+    assert len(result.plots) == 5
+    assert any("at no length" not in v and "1.5x at" in v for v in result.verdicts[6:])

@@ -1,4 +1,4 @@
-"""The deepened model of the benchmark of drafts computes what the model computes, with more layers."""
+"""The deepened model of the drafting benchmark computes the same function with more layers."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from glm5_jax.model import glm5
 
 
 @pytest.mark.slow
-def test_a_deepened_model_is_the_same_function():
+def test_deepened_model_computes_same_function():
     model = glm5.Glm5(presets.tiny(), rngs=nnx.Rngs(0))
     deep = deepen(model, 7)
     tokens = np.arange(1, 60, dtype=np.int32)[None]

@@ -1,4 +1,4 @@
-"""The arms of the DSA adaptation: equal tokens, each without one part of the paper's way; and the verdicts."""
+"""The arms of the DSA adaptation: equal tokens, each without one part of the paper's recipe; and the verdicts."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from glm5_jax.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
-# As :tiny, whatever its numbers are.
+# As :tiny, with any numbers.
 STUDY = dataclasses.replace(
     dsa_stages.get_config("tiny"), rows=16, keys=16, length=128, steps=320, warm_steps=80, every=40
 )
@@ -40,27 +40,27 @@ def workdir(tmp_path_factory):
 
 
 def tails(study, workdir):
-    """The stages of every arm behind the dense model, which all of them share."""
-    found = dsa_adaptation.arms(study, workdir)
+    """Returns the stages of every arm after the dense model, which all arms share."""
+    stages_of = dsa_adaptation.arms(study, workdir)
     before = study.dense(workdir)
-    assert all(arm.stages[: len(before)] == before for arm in found.values())
-    return {name: arm.stages[len(before) :] for name, arm in found.items()}
+    assert all(arm.stages[: len(before)] == before for arm in stages_of.values())
+    return {name: arm.stages[len(before) :] for name, arm in stages_of.items()}
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
-def test_all_arms_train_on_as_many_tokens_with_the_keys_of_their_kind(variant, workdir):
+def test_all_arms_train_on_equal_tokens(variant, workdir):
     study = dsa_stages.get_config(variant)
-    found = tails(study, workdir)
-    assert tuple(found) == ARMS
-    for stages in found.values():
+    stages_by_arm = tails(study, workdir)
+    assert tuple(stages_by_arm) == ARMS
+    for stages in stages_by_arm.values():
         assert sum(stage.steps for stage in stages) == study.steps
         assert all(stage.steps % study.every == 0 for stage in stages)
         assert {stage.data.sequence_length for stage in stages} == {study.length}
         assert {stage.batch.start for stage in stages} == {study.rows * study.length}
-    (dense,), (warm_up,), full, (at_once,), annealed = found.values()
+    (dense,), (warm_up,), full, (at_once,), annealed = stages_by_arm.values()
     assert dense.model.attention == "dense" and not dense.step.index_weight
     assert [stage.model.attention for stage in full] == ["dense", "sparse"]
-    # The warm-up is the same for as long as it lasts, but for its rate's end.
+    # Warm-ups are equal while they last, except for the end of the rate.
     assert warm_up.optimizer.frozen == full[0].optimizer.frozen == (TRUNK,)
     assert warm_up.model == full[0].model and warm_up.step == full[0].step
     assert full[0].schedule.peak == 5e-3 and full[0].schedule.end == 2e-4
@@ -75,7 +75,7 @@ def test_all_arms_train_on_as_many_tokens_with_the_keys_of_their_kind(variant, w
         assert stage.schedule.peak == dense.schedule.peak == study.rate
 
 
-def test_stages_behind_one_another_read_other_tasks(workdir):
+def test_consecutive_stages_read_different_tasks(workdir):
     for stages in tails(dsa_stages.get_config("tiny"), workdir).values():
         seeds = [stage.data.sources[0].tasks.seed for stage in stages]
         assert len(set(seeds)) == len(seeds) and retriever.TASK.seed not in seeds
@@ -90,14 +90,14 @@ def test_stages_behind_one_another_read_other_tasks(workdir):
         ({"warm_steps": 320}, "warm_steps is 320; it must be 1..319"),
     ],
 )
-def test_a_study_whose_arms_cannot_be_compared_is_refused(fields, message):
+def test_rejects_study_with_incomparable_arms(fields, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(STUDY, **fields)
 
 
 @pytest.mark.slow
-def test_a_trained_arm_is_scored_with_the_keys_that_stay(workdir, monkeypatch):
-    """Whatever it trained with; the samples are those of its seed, and what it missed is kept."""
+def test_scores_trained_arm_with_final_keys(workdir, monkeypatch):
+    """The samples are those of its seed, whatever it trained with; the missed ones are recorded."""
     study = dsa_stages.get_config("tiny")
     task = dataclasses.replace(retriever.TASK, num_keys=24, num_values=4)
     retrieval = RulerConfig(
@@ -110,20 +110,20 @@ def test_a_trained_arm_is_scored_with_the_keys_that_stay(workdir, monkeypatch):
     study = dataclasses.replace(
         study, dense=lambda _: (*dense[:-1], dataclasses.replace(dense[-1], model=model))
     )
-    found = dsa_adaptation.arms(study, workdir)
+    arms = dsa_adaptation.arms(study, workdir)
     tokenizer = Tokenizer.load(retriever.tokenizer(workdir))
     tokenizer.save(workdir / "tokenizer")
-    # A head that knows one of the four values, and says it or not by what it has read.
+    # A head that knows one of the four values, and writes it depending on its input.
     task = dataclasses.replace(task, kind="multi_key", length=24)
     value = LongContextTasks(task, tokenizer).task(0).token_ids[-1]
     known = np.arange(retriever.VOCAB) == value
     rows = {}
     for name in (WARM_UP, ANNEALED, DENSE):
-        trial = found[name].trial(seed=2)
+        trial = arms[name].trial(seed=2)
         served = study.evaluated_model(trial.stages[-1])
         params = glm5.init_params(served, jax.random.key(0))
         params["lm_head"]["weight"] *= known
-        monkeypatch.setattr(store, "load_params", lambda *_, own=params: own)
+        monkeypatch.setattr(store, "load_params", lambda *_, loaded=params: loaded)
         rows[name] = dsa_adaptation.score_arm(study, trial, workdir)
         if name == WARM_UP:
             sparse = dataclasses.replace(model, attention="sparse", index_topk=3)
@@ -148,7 +148,7 @@ def log(folder, rows):
     return folder
 
 
-def test_a_history_counts_the_steps_of_all_stages(tmp_path):
+def test_history_counts_steps_of_all_stages(tmp_path):
     exact = "ruler/multi_key/128/exact"
     dense = log(tmp_path / "dense", [{"step": s, "loss/ce": 1.0 / s} for s in (1, 2, 4)])
     warm = [{"step": 0, exact: 0.25, "ruler/multi_key/128/share": 0.75}]
@@ -157,20 +157,20 @@ def test_a_history_counts_the_steps_of_all_stages(tmp_path):
     sparse = [{"step": 0, exact: 0.75}]
     norms = {"grad_norm/indexer": 1.0, "grad_norm/muon": 3.0, "grad_norm/adamw": 4.0}
     sparse += [{"step": 1, "loss/ce": 0.125} | norms, {"step": 1, exact: 1.0}]
-    found = read_history(dense, [log(tmp_path / "warm", warm), log(tmp_path / "sparse", sparse)])
-    assert found.scores == {0: 0.25, 2: 0.75, 3: 1.0}
-    assert found.losses == {0: 0.25, 1: 0.5, 2: 0.5, 3: 0.125}
-    assert found.trunk == {3: 5.0}
-    assert found.indexer == {1: 2.0, 2: 4.0, 3: 1.0}
+    history = read_history(dense, [log(tmp_path / "warm", warm), log(tmp_path / "sparse", sparse)])
+    assert history.scores == {0: 0.25, 2: 0.75, 3: 1.0}
+    assert history.losses == {0: 0.25, 1: 0.5, 2: 0.5, 3: 0.125}
+    assert history.trunk == {3: 5.0}
+    assert history.indexer == {1: 2.0, 2: 4.0, 3: 1.0}
 
 
-def test_a_spike_is_a_rise_over_the_lowest_value_before():
+def test_spike_is_rise_over_previous_minimum():
     assert largest_rise([3.0, 1.0, 2.0, 0.5, 1.75, 1.0]) == 1.25
-    assert largest_rise([0.5, 3.0, 2.0, 1.0]) == 2.5  # from the dense model's own loss
+    assert largest_rise([0.5, 3.0, 2.0, 1.0]) == 2.5  # from the dense model's loss
     assert largest_rise([3.0, 2.0, 1.0]) == -1.0
 
 
-def test_parity_is_the_first_step_near_dense_at_that_step():
+def test_parity_is_first_step_near_dense():
     dense = {0: 0.99, 40: 0.992, 80: 0.996}
     assert step_of_parity({0: 0.99, 40: 0.97, 80: 0.991}, dense) == 80
     assert step_of_parity({0: 0.99, 40: 0.987, 80: 0.9}, dense) == 40
@@ -182,7 +182,7 @@ TOKENS = 8192
 
 
 def rows_of(missed, diverged=()):
-    """Rows of arms that missed so many of the samples of each seed, always the last ones."""
+    """Returns rows of arms that missed this many of the last samples of each seed."""
     return {
         name: [
             {
@@ -205,7 +205,7 @@ def rows_of(missed, diverged=()):
 
 
 def histories_of(scores):
-    """Histories that differ in their scores after 0, 40, ... steps."""
+    """Returns histories that differ in their scores after 0, 40, ... steps."""
     losses, norms = {0: 0.1, 1: 0.5, 2: 0.1}, {1: 2.0, 2: 8.0, 3: 4.0}
     return {
         name: [
@@ -230,7 +230,7 @@ SCORES = {
 }
 
 
-def found_for(missed, **options):
+def make_finding(missed, **options):
     return finding(STUDY, "command", rows_of(missed, **options), histories_of(SCORES), TOKENS)
 
 
@@ -238,22 +238,22 @@ def found_for(missed, **options):
     "full,verdict",
     [(8, "met"), (4, "met"), (16, "met on average, within the interval"), (30, "not met")],
 )
-def test_the_target_is_judged_by_the_interval_over_all_seeds(full, verdict):
-    found = found_for({DENSE: 8, WARM_UP: 200, FULL: full, AT_ONCE: 200, ANNEALED: 100})
-    sentence = found.verdicts[0]
+def test_target_is_judged_by_interval_over_seeds(full, verdict):
+    result = make_finding({DENSE: 8, WARM_UP: 200, FULL: full, AT_ONCE: 200, ANNEALED: 100})
+    sentence = result.verdicts[0]
     assert "on 6,000 pairs" in sentence and sentence.endswith(f"within 0.5: {verdict}")
     assert f"in points: {100 * (8 - full) / OF:+.2f} [" in sentence
 
 
 @pytest.mark.parametrize("warm_up,shows", [(200, True), (8, False), (4, False)])
-def test_whether_the_sparse_stage_is_needed_follows_from_the_rows(warm_up, shows):
-    found = found_for({DENSE: 8, WARM_UP: warm_up, FULL: 8, AT_ONCE: 200, ANNEALED: 100})
-    assert found.verdicts[1].endswith("shows here" if shows else "does not show at this size")
+def test_need_of_sparse_stage_follows_from_rows(warm_up, shows):
+    result = make_finding({DENSE: 8, WARM_UP: warm_up, FULL: 8, AT_ONCE: 200, ANNEALED: 100})
+    assert result.verdicts[1].endswith("shows here" if shows else "does not show at this size")
 
 
-def test_tokens_to_parity_are_those_of_the_sparse_stage_too():
-    found = found_for({DENSE: 8, WARM_UP: 200, FULL: 8, AT_ONCE: 200, ANNEALED: 100})
-    warm_up, full, at_once, annealed = found.verdicts[2:]
+def test_tokens_to_parity_include_sparse_stage():
+    result = make_finding({DENSE: 8, WARM_UP: 200, FULL: 8, AT_ONCE: 200, ANNEALED: 100})
+    warm_up, full, at_once, annealed = result.verdicts[2:]
     assert warm_up == "warm-up only: within 0.5 points of dense on 0 of 3 seeds"
     assert full.startswith("full: within 0.5 points of dense after 983 ± 0 (983 .. 983) thousand")
     assert "328 ± 0 (328 .. 328) of them sparse" in full  # 120 steps, 80 of them of the warm-up
@@ -261,9 +261,9 @@ def test_tokens_to_parity_are_those_of_the_sparse_stage_too():
     assert "after 328 ± 0" in annealed and "328 ± 0 (328 .. 328) of them sparse" in annealed
 
 
-def test_the_tables_show_every_arm():
-    found = found_for({DENSE: 8, WARM_UP: 200, FULL: 8, AT_ONCE: 200, ANNEALED: 100})
-    retrieval, unrest = found.tables
+def test_tables_show_every_arm():
+    result = make_finding({DENSE: 8, WARM_UP: 200, FULL: 8, AT_ONCE: 200, ANNEALED: 100})
+    retrieval, unrest = result.tables
     assert [row[0] for row in retrieval.rows] == list(ARMS) == [row[0] for row in unrest.rows]
     cells = dict(zip(ARMS, retrieval.rows))
     assert cells[WARM_UP][1].startswith("90.00 ±") and cells[WARM_UP][2].startswith("-9.60 ±")
@@ -275,32 +275,32 @@ def test_the_tables_show_every_arm():
     assert norms[WARM_UP][2:4] == ("frozen", "frozen") and norms[DENSE][4] == "frozen"
 
 
-def test_an_arm_that_diverged_is_named_and_left_out():
+def test_leaves_out_diverged_arm():
     missed = {DENSE: 8, WARM_UP: 200, FULL: 8, AT_ONCE: 200, ANNEALED: 100}
-    found = found_for(missed, diverged=(AT_ONCE, WARM_UP))
-    assert "sparse at once: a training diverged; left out" in found.verdicts
-    assert found.verdicts[1] == "warm-up only against full: not compared"
-    assert [row[0] for row in found.tables[0].rows] == [DENSE, FULL, ANNEALED]
+    result = make_finding(missed, diverged=(AT_ONCE, WARM_UP))
+    assert "sparse at once: a training diverged; left out" in result.verdicts
+    assert result.verdicts[1] == "warm-up only against full: not compared"
+    assert [row[0] for row in result.tables[0].rows] == [DENSE, FULL, ANNEALED]
     with pytest.raises(ValueError, match="full diverged; nothing to compare with"):
-        found_for(missed, diverged=(FULL,))
+        make_finding(missed, diverged=(FULL,))
 
 
-def test_histories_are_of_the_stages_behind_the_dense_model(workdir, monkeypatch, tmp_path):
-    asked = []
+def test_histories_cover_stages_after_dense_model(workdir, monkeypatch, tmp_path):
+    calls = []
 
     class Fake(AblationRuns):
         def __call__(self, trials):
             return [rows[t.arm][t.seed] for t in trials]
 
-    def recorded(dense, folders):
-        asked.append((dense.name, [folder.name for folder in folders]))
+    def record(dense, folders):
+        calls.append((dense.name, [folder.name for folder in folders]))
         return histories_of(SCORES)[FULL][0]
 
     rows = rows_of(dict.fromkeys(ARMS, 8))
-    monkeypatch.setattr(dsa_stages, "read_history", recorded)
-    found = dsa_stages.compare_stages(Fake(tmp_path), STUDY, "command")
-    assert len(asked) == len(ARMS) * len(SEEDS)
-    assert all(dense.startswith("retriever_128_fewer_questions-") for dense, _ in asked)
-    names = [name.rsplit("-", 1)[0] for name in asked[2 * len(SEEDS)][1]]
+    monkeypatch.setattr(dsa_stages, "read_history", record)
+    result = dsa_stages.compare_stages(Fake(tmp_path), STUDY, "command")
+    assert len(calls) == len(ARMS) * len(SEEDS)
+    assert all(dense.startswith("retriever_128_fewer_questions-") for dense, _ in calls)
+    names = [name.rsplit("-", 1)[0] for name in calls[2 * len(SEEDS)][1]]
     assert names == ["warm-up_80", "sparse_16_from_80"]
-    assert "320 steps of 2,048 tokens" in found.tables[0].title
+    assert "320 steps of 2,048 tokens" in result.tables[0].title

@@ -1,4 +1,4 @@
-"""The command that evaluates an agent at terminal tasks: what it writes, how it goes on, what it refuses."""
+"""The command that evaluates an agent on terminal tasks: its files, resumption, and refusals."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from launch import run as launch
 from tests.agents.scripted import ScriptedServer
 from tests.contracts.source_tree import ROOT
 from tests.envs.conftest import _isolation, isolation  # noqa: F401
-from tests.envs.terminal.folders import needs_root, own, shipped
+from tests.envs.terminal.folders import make_task, needs_root, write_shipped
 
 EVALUATE = f"--experiment={ROOT}/experiments/evaluate.py:harbor"
 POLICY = {"agent": "policy", "endpoint.base_url": "http://127.0.0.1:9"}
@@ -24,9 +24,11 @@ pytestmark = needs_root
 
 
 def evaluate(capsys, tasks, workdir, agent="oracle", **fields):
-    """Exit code, results and what was printed."""
-    given = {"tasks": tasks, "agent": agent, **fields}
-    flags = [f"--experiment.{name}={value}" for name, value in given.items() if value is not None]
+    """Returns the exit code, the results and the output."""
+    flags_by_name = {"tasks": tasks, "agent": agent, **fields}
+    flags = [
+        f"--experiment.{name}={value}" for name, value in flags_by_name.items() if value is not None
+    ]
     code = launch.main(["run", EVALUATE, *flags, f"--workdir={workdir}"])
     file = workdir / "results.json"
     results = json.loads(file.read_text()) if file.exists() else None
@@ -34,13 +36,13 @@ def evaluate(capsys, tasks, workdir, agent="oracle", **fields):
 
 
 @pytest.mark.usefixtures("isolation")
-def test_results_of_a_folder_and_of_what_was_left(capsys, tmp_path):
+def test_evaluates_folder_and_resumes(capsys, tmp_path):
     tasks, out = tmp_path / "tasks", tmp_path / "out"
-    shipped("hello-file", tasks)
-    own(tasks, "half", test=SCORED, solve="echo 0.5 > /app/score\n")
-    own(tasks, "elsewhere", dockerfile="FROM nginx:1.25\n")
-    own(tasks, "several", toml="[[steps]]\nname = 'a'\n")
-    code, results, said = evaluate(capsys, tasks, out)
+    write_shipped("hello-file", tasks)
+    make_task(tasks, "half", test=SCORED, solve="echo 0.5 > /app/score\n")
+    make_task(tasks, "elsewhere", dockerfile="FROM nginx:1.25\n")
+    make_task(tasks, "several", toml="[[steps]]\nname = 'a'\n")
+    code, results, output = evaluate(capsys, tasks, out)
     assert code == 0 and list(results) == ["elsewhere", "half", "hello-file", "several"]
     assert {name: set(row) for name, row in results.items()} == dict.fromkeys(
         results, {"reward", "error", "seconds"}
@@ -49,14 +51,14 @@ def test_results_of_a_folder_and_of_what_was_left(capsys, tmp_path):
     assert results["half"]["error"] is None and 0 < results["half"]["seconds"] < 60
     assert results["elsewhere"]["error"].startswith("image nginx:1.25 is not on this machine")
     assert results["several"]["error"].startswith("task several: steps: ")
-    assert "mean reward 0.750 of 2 tasks; 2 could not be graded" in said.out
-    assert "task 4/4" in said.err
+    assert "mean reward 0.750 of 2 tasks; 2 could not be graded" in output.out
+    assert "task 4/4" in output.err
 
-    # What has a reward stays, even where the task would give another now.
-    own(tasks, "half", test=SCORED, solve="echo 0.75 > /app/score\n")
-    own(tasks, "elsewhere", test=SCORED, solve="echo 0.25 > /app/score\n")
-    own(tasks, "new", test=SCORED, solve="echo 1 > /app/score\n")
-    code, again, said = evaluate(capsys, tasks, out)
+    # A reward stays, even if the task would give another now.
+    make_task(tasks, "half", test=SCORED, solve="echo 0.75 > /app/score\n")
+    make_task(tasks, "elsewhere", test=SCORED, solve="echo 0.25 > /app/score\n")
+    make_task(tasks, "new", test=SCORED, solve="echo 1 > /app/score\n")
+    code, again, output = evaluate(capsys, tasks, out)
     assert code == 0 and again["half"] == results["half"]
     assert again["hello-file"] == results["hello-file"]
     assert again["elsewhere"]["reward"] == 0.25 and again["new"]["reward"] == 1.0
@@ -69,7 +71,7 @@ def test_results_of_a_folder_and_of_what_was_left(capsys, tmp_path):
 @pytest.mark.usefixtures("isolation")
 def test_runs_script_of_user(capsys, tmp_path):
     tasks, script = tmp_path / "tasks", tmp_path / "script.sh"
-    own(tasks, "half", test=SCORED)
+    make_task(tasks, "half", test=SCORED)
     script.write_text("echo 0.125 > /app/score\n")
     code, results, _ = evaluate(capsys, tasks / "half", tmp_path / "s", "script", script=script)
     assert code == 0 and {name: row["reward"] for name, row in results.items()} == {"half": 0.125}
@@ -79,7 +81,7 @@ def test_runs_script_of_user(capsys, tmp_path):
 
 
 def hello(messages):
-    """A policy that writes one file, whatever it is asked for, and looks at it."""
+    """Scripted policy that writes one file, whatever the task is, and reads it."""
     commands = ["echo 'Hello, world!' > /app/hello.txt", "cat /app/hello.txt"]
     number = sum(message["role"] == "assistant" for message in messages)
     return [("bash", {"command": commands[number]})] if number < 2 else "I have written it."
@@ -87,45 +89,45 @@ def hello(messages):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("isolation")
-def test_a_policy_works_with_a_shell(capsys, tmp_path):
+def test_policy_works_with_shell(capsys, tmp_path):
     tasks, out = tmp_path / "tasks", tmp_path / "out"
-    shipped("hello-file", tasks)
-    own(tasks, "other", test=SCORED)
+    write_shipped("hello-file", tasks)
+    make_task(tasks, "other", test=SCORED)
     server = ScriptedServer(hello, ListenConfig(port=find_free_port(), api_key="secret"))
     key = tmp_path / "key"
     key.write_text("secret\n")
-    given = {
+    options = {
         "endpoint.base_url": f"http://127.0.0.1:{server.config.port}",
         "endpoint.api_key_file": str(key),
         "endpoint.model": "glm-5-tiny",
         "policy.max_turns": 3,
     }
-    # Nothing can be said of attempts without a server; the same command attempts them again.
-    code, results, said = evaluate(capsys, tasks, out, "policy", **given)
+    # Attempts without a server have no reward; the same command attempts them again.
+    code, results, output = evaluate(capsys, tasks, out, "policy", **options)
     assert code == 0 and {row["reward"] for row in results.values()} == {None}
     for row in results.values():
         assert row["error"].startswith("the policy's server failed: no server answers at http")
-    assert "2 could not be graded: the same command attempts them again" in said.out
-    assert "Traceback" not in said.err
+    assert "2 could not be graded: the same command attempts them again" in output.out
+    assert "Traceback" not in output.err
     with server.running():
-        code, results, said = evaluate(capsys, tasks, out, "policy", **given)
+        code, results, output = evaluate(capsys, tasks, out, "policy", **options)
         assert code == 0 and {name: row["reward"] for name, row in results.items()} == {
             "hello-file": 1.0,
             "other": 0.0,
         }
         assert all(row["error"] is None and row["seconds"] > 0 for row in results.values())
-        asked = len(server.scripted.asked)
-        assert asked == 6
-        evaluate(capsys, tasks, out, "policy", **given)
-        assert len(server.scripted.asked) == asked
+        num_requests = len(server.scripted.requests)
+        assert num_requests == 6
+        evaluate(capsys, tasks, out, "policy", **options)
+        assert len(server.scripted.requests) == num_requests
     chat = json.loads((out / "chats" / "hello-file.json").read_text())
     roles = ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert chat["ended"] == "answer" and [m["role"] for m in chat["messages"]] == roles
     assert chat["messages"][5]["content"] == "Hello, world!\n[exit code 0]"
-    for _, fields in server.scripted.asked:
+    for _, fields in server.scripted.requests:
         assert (fields["model"], fields["temperature"], fields["top_p"]) == ("glm-5-tiny", 0.7, 1.0)
     assert "secret" not in (out / "config.json").read_text()
-    refused = evaluate(capsys, tasks, out, "policy", **given | {"policy.max_turns": 4})
+    refused = evaluate(capsys, tasks, out, "policy", **options | {"policy.max_turns": 4})
     assert refused[0] == 2 and "results of another policy.max_turns (3, not 4)" in refused[2].err
 
 
@@ -159,15 +161,15 @@ def test_a_policy_works_with_a_shell(capsys, tmp_path):
         ({"images": "3"}, "images is 3; it must be of type"),
     ],
 )
-def test_what_is_refused_before_anything_is_written(capsys, tmp_path, fields, message):
+def test_rejects_invalid_fields_before_writing(capsys, tmp_path, fields, message):
     tasks = tmp_path / "tasks"
-    own(tasks)
-    code, results, said = evaluate(capsys, workdir=tmp_path / "out", **{"tasks": tasks, **fields})
-    assert (code, results) == (2, None) and message in said.err
-    assert said.err.count("\n") == 1 and not (tmp_path / "out").exists()
+    make_task(tasks)
+    code, results, output = evaluate(capsys, workdir=tmp_path / "out", **{"tasks": tasks, **fields})
+    assert (code, results) == (2, None) and message in output.err
+    assert output.err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-def test_it_runs_in_one_process(capsys, tmp_path):
+def test_refuses_several_processes(capsys, tmp_path):
     argv = ["run", EVALUATE, "--distributed=localhost:1,2,0", f"--workdir={tmp_path}"]
     assert launch.main(argv) == 2
     assert "evaluate.py runs in one process; leave the flag out" in capsys.readouterr().err
@@ -176,11 +178,11 @@ def test_it_runs_in_one_process(capsys, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("isolation")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_what_was_graded_before_it_was_stopped_stays(capsys, tmp_path, plain_env, number):
+def test_keeps_graded_attempts_after_signal(capsys, tmp_path, plain_env, number):
     tasks, out, temporary = (tmp_path / name for name in ("tasks", "out", "temporary"))
     temporary.mkdir()
-    own(tasks, "first", test=SCORED, solve="echo 1 > /app/score\n")
-    own(tasks, "second", test=SCORED, solve="sleep 1021; echo 1 > /app/score\n")
+    make_task(tasks, "first", test=SCORED, solve="echo 1 > /app/score\n")
+    make_task(tasks, "second", test=SCORED, solve="sleep 1021; echo 1 > /app/score\n")
     command = [sys.executable, "-m", "launch.run", EVALUATE, f"--workdir={out}"]
     command += [f"--experiment.tasks={tasks}", "--experiment.concurrency=1"]
     env = {**plain_env, "TMPDIR": str(temporary)}
@@ -191,29 +193,29 @@ def test_what_was_graded_before_it_was_stopped_stays(capsys, tmp_path, plain_env
         while not running("sleep 1021"):
             time.sleep(0.05)
         process.send_signal(number)
-        said = process.stderr.read().decode()
+        error = process.stderr.read().decode()
     for _ in range(200):
         if not running("sleep 1021"):
             break
         time.sleep(0.05)
     assert not running("sleep 1021")
     if number != signal.SIGKILL:
-        assert process.returncode == 1 and "the same command goes on from there" in said
+        assert process.returncode == 1 and "the same command goes on from there" in error
         assert list(temporary.iterdir()) == []
     before = json.loads((out / "results.json").read_text())
     assert list(before) == ["first"] and before["first"]["reward"] == 1.0
-    own(tasks, "second", test=SCORED, solve="echo 0.5 > /app/score\n")
+    make_task(tasks, "second", test=SCORED, solve="echo 0.5 > /app/score\n")
     code, results, _ = evaluate(capsys, tasks, out, concurrency=1)
     assert code == 0 and results["first"] == before["first"] and results["second"]["reward"] == 0.5
 
 
 def running(text: str) -> bool:
-    """Whether a program of that command line runs."""
+    """Returns True if a program with that command line runs."""
     return subprocess.run(["pgrep", "-fx", text], capture_output=True).returncode == 0
 
 
-def test_without_root_it_says_so_before_it_begins(capsys, tmp_path, monkeypatch):
-    own(tmp_path / "tasks")
+def test_refuses_to_run_without_root(capsys, tmp_path, monkeypatch):
+    make_task(tmp_path / "tasks")
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    code, _, said = evaluate(capsys, tmp_path / "tasks", tmp_path / "out")
-    assert code == 2 and "trials need root" in said.err and not (tmp_path / "out").exists()
+    code, _, output = evaluate(capsys, tmp_path / "tasks", tmp_path / "out")
+    assert code == 2 and "trials need root" in output.err and not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The rows that the benchmark counts are those that a balanced router's tokens send."""
+"""The counted rows equal those that the tokens of a balanced router send."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from glm5_jax.model.expert_dispatch import slices_of
 
 
 @pytest.mark.parametrize("slices", [2, 4, 8])
-def test_rows_are_those_of_drawn_choices(slices):
+def test_rows_equal_those_of_random_choices(slices):
     draw, (experts, chosen, devices) = np.random.default_rng(0), (32, 4, 16)
     ids = np.stack([draw.permutation(experts)[:chosen] for _ in range(20_000)])
     place, home = ids * devices // experts, draw.integers(devices, size=(len(ids), 1))
@@ -20,12 +20,12 @@ def test_rows_are_those_of_drawn_choices(slices):
     crossing = np.asarray(slices_of(ids, experts // slices, slices)).copy()
     np.put_along_axis(crossing, home // inside, False, axis=1)
     assert two_levels(*sizes).across == pytest.approx(crossing.sum(1).mean(), rel=0.03)
-    # In every slice the device at the token's own position passes it on.
+    # In every slice the device at the token's position passes it on.
     passed = place % inside != home % inside
     assert two_levels(*sizes).inside == pytest.approx(passed.sum(1).mean(), rel=0.03)
 
 
-def test_the_command_prints_a_row_for_each_number_of_slices(capsys):
+def test_prints_row_for_each_number_of_slices(capsys):
     assert main(["--devices=8"]) == 0
     printed = capsys.readouterr().out
     assert "8 of 256 experts on 8 devices" in printed and "4.01x" in printed

@@ -22,7 +22,7 @@ from experiments.ablations.findings import (
 NASTY = '<script>alert("x")</script> & [bold]'
 
 
-def test_the_interval_is_students():
+def test_interval_is_that_of_student():
     """t(0.975) is 4.302653 for two degrees of freedom and 12.706205 for one, 2.228139 for ten (standard tables)."""
     three, two = Spread.of([1, 2, 3]), Spread.of([1.0, 3.0])
     assert (three.mean, two.mean) == (2, 2)
@@ -32,7 +32,7 @@ def test_the_interval_is_students():
     assert Spread.of([5]).half is None
 
 
-def test_a_spread_tells_mean_interval_and_extremes():
+def test_spread_shows_mean_interval_and_extremes():
     spread = Spread.of([1, 2, 3])
     assert f"{spread}" == "2.000 ± 2.484 (1.000 .. 3.000)"
     assert f"{spread:+.1f}" == "+2.0 ± 2.5 (+1.0 .. +3.0)"
@@ -40,12 +40,12 @@ def test_a_spread_tells_mean_interval_and_extremes():
 
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [None, 1.0], [float("inf")]])
-def test_what_has_no_mean_is_refused(values):
+def test_rejects_values_without_mean(values):
     with pytest.raises(ValueError, match="leave out diverged trainings"):
         Spread.of(values)
 
 
-def test_pairs_drop_what_the_seeds_share():
+def test_paired_spread_removes_seed_effects():
     more = paired([1.1, 2.1, 3.1], [1, 2, 3])
     assert more.mean == pytest.approx(0.1)
     assert more.half < 1e-6
@@ -70,7 +70,7 @@ def finding() -> Finding:
     )
 
 
-def test_it_prints_everything_as_plain_text():
+def test_prints_finding_as_plain_text():
     out = io.StringIO()
     finding().print(Console(file=out, width=300, highlight=False))
     text = out.getvalue()
@@ -87,14 +87,14 @@ def test_it_prints_everything_as_plain_text():
     assert "\x1b" not in text
 
 
-def test_the_page_is_whole_and_escaped(tmp_path):
+def test_page_is_complete_and_escaped(tmp_path):
     path = finding().write(tmp_path, "toy")
     assert path == tmp_path / "report" / "toy.html"
     page = path.read_text()
     assert "<script>" not in page
     assert page.count("&lt;script&gt;") == 6
     assert page.count("<svg") == 1
-    assert "http" not in page.replace("http://www.w3.org", "")  # nothing is fetched
+    assert "http" not in page.replace("http://www.w3.org", "")  # the page loads nothing
     open_tags = []
 
     class Balance(HTMLParser):
@@ -112,7 +112,7 @@ def test_the_page_is_whole_and_escaped(tmp_path):
     assert open_tags == []
 
 
-def test_curves_are_means_in_the_shadow_of_their_seeds(monkeypatch):
+def test_curves_show_mean_and_range_of_seeds(monkeypatch):
     from experiments.ablations import findings
 
     seen = {}
@@ -130,7 +130,7 @@ def test_curves_are_means_in_the_shadow_of_their_seeds(monkeypatch):
     assert seen["lines"] == [("a", [-2.0, -1.0], [3.0, 2.0])]
 
 
-def test_the_tuning_table_has_every_rate_and_marks_a_best_one_that_nothing_brackets():
+def test_tuning_table_marks_best_rate_at_end():
     inside = {0.001: 2.0, 0.01: 1.5, 0.1: float("inf")}
     table = tuning_table([("a", {0.001: 2.0, 0.01: float("inf")}), ("b", inside)])
     assert table.rows == (
@@ -140,7 +140,7 @@ def test_the_tuning_table_has_every_rate_and_marks_a_best_one_that_nothing_brack
 
 
 @pytest.mark.parametrize(
-    ("values", "strictly", "said"),
+    ("values", "strictly", "text"),
     [
         ([1.0, 2.0, 3.0], False, "met on average, within the spread"),
         ([1.9, 2.0, 2.1], False, "met"),
@@ -151,7 +151,7 @@ def test_the_tuning_table_has_every_rate_and_marks_a_best_one_that_nothing_brack
         ([1.0], False, "met on average, within the spread"),
     ],
 )
-def test_a_verdict_is_on_the_mean_and_on_its_interval(values, strictly, said):
-    """Of a single seed nobody knows the interval."""
-    assert verdict(Spread.of(values), strictly=strictly) == said
+def test_verdict_depends_on_mean_and_interval(values, strictly, text):
+    """One seed has no interval."""
+    assert verdict(Spread.of(values), strictly=strictly) == text
     assert (-Spread.of(values)).mean == -Spread.of(values).mean

@@ -1,4 +1,4 @@
-"""Ablations of SFT: what their arms share and differ in, how replies are judged, and the verdicts."""
+"""Ablations of SFT: common and different parts of their arms, judged replies, and the verdicts."""
 
 import dataclasses
 import itertools
@@ -23,26 +23,26 @@ MODULES = (thinking, error_masking, sft_attention)
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("size", ["tiny", "small"])
-def test_arms_and_seeds_share_the_models_that_they_start_from(module, size):
+def test_arms_and_seeds_share_base_models(module, size):
     arms = module.get_config(size)
     trials = [arm.trial(seed=seed) for arm in arms.values() for seed in (0, 1)]
     for one, other in itertools.combinations(trials, 2):
         shared = [a == b for a, b in zip(one.digests, other.digests)]
         assert shared[:4] == [True] * 4  # pre-training and mid-training
         assert not shared[-1]
-    own = trials[0].stages[-1]
-    assert own.data.seed == own.seed == 0 and own.data.held_out_fraction == finetuned.HELD_OUT
+    stage = trials[0].stages[-1]
+    assert stage.data.seed == stage.seed == 0 and stage.data.held_out_fraction == finetuned.HELD_OUT
 
 
-def test_an_arm_is_a_life_with_another_sft():
-    life = lifecycle.get_config("tiny")
-    names = [field.name for field in dataclasses.fields(life)]
-    before = [getattr(life, name).name for name in names[: names.index("sft")]]
+def test_arm_is_lifecycle_with_another_sft():
+    base = lifecycle.get_config("tiny")
+    names = [field.name for field in dataclasses.fields(base)]
+    before = [getattr(base, name).name for name in names[: names.index("sft")]]
     arm = thinking.get_config("tiny")["preserved"]
     assert [stage.name for stage in arm.stages[:-1]] == before and arm.num_fixed == len(before)
 
 
-def test_masked_and_unmasked_differ_in_the_mask_alone():
+def test_masked_and_unmasked_differ_only_in_mask():
     masked, unmasked = (arm.stages[-1] for arm in error_masking.get_config("tiny").values())
     (source, *chains), (other, *others) = masked.data.sources, unmasked.data.sources
     assert chains == others and not any(chat.chats.mistakes for chat in chains)
@@ -52,7 +52,7 @@ def test_masked_and_unmasked_differ_in_the_mask_alone():
     assert dataclasses.replace(unmasked, data=data, name=masked.name) == masked
 
 
-def test_dense_and_sparse_are_fine_tuned_on_the_same_data():
+def test_dense_and_sparse_train_on_same_data():
     arms = sft_attention.get_config("tiny")
     sparse, dense = (arms[name].trial(seed=3).stages for name in ("sparse", "dense"))
     assert [s.model.attention for s in sparse[-3:]] == ["dense", "sparse", "sparse"]
@@ -67,7 +67,7 @@ def test_dense_and_sparse_are_fine_tuned_on_the_same_data():
     assert sparse[-1].data.seed == dense[-1].data.seed == 3
 
 
-def test_held_out_questions_differ_and_too_few_are_an_error():
+def test_held_out_questions_differ_and_suffice():
     source = ChatSourceConfig(chats=ChatTaskConfig(kind="chain", size=1000), mode="turn_level")
     chats = finetuned.held_out(source, 20)
     assert len({chat.messages[0]["content"] for chat in chats}) == 20
@@ -76,24 +76,24 @@ def test_held_out_questions_differ_and_too_few_are_an_error():
 
 
 def answer(text, prompt=(1, 2), thinking=True):
-    ids = marked(text)
+    ids = marker_ids(text)
     reply = parse_reply(ids, tokenizer=TOKENIZER, thinking=thinking)
     close = TOKENIZER.special_ids["</think>"]
     num = ids.index(close) + 1 if close in ids else 0
     return Answer(list(prompt), ids, num, reply, 0.5 if thinking else 0.1)
 
 
-def marked(text: str) -> list[int]:
-    """Ids of a text whose words may be markers."""
-    found = []
+def marker_ids(text: str) -> list[int]:
+    """Returns ids of a text whose words may be markers."""
+    ids = []
     for word in text.split():
-        own = TOKENIZER.special_ids.get(word)
-        found += TOKENIZER.encode(word) if own is None else [own]
-    return found
+        special = TOKENIZER.special_ids.get(word)
+        ids += TOKENIZER.encode(word) if special is None else [special]
+    return ids
 
 
 class Scripted:
-    """Stands for a model: its answers, by whether they think."""
+    """Replaces a model by fixed answers, with and without thinking."""
 
     tokenizer = TOKENIZER
 
@@ -120,7 +120,7 @@ CHATS = [
 ]
 
 
-def test_replies_are_right_closed_and_without_marks():
+def test_judges_replies_by_answer_end_and_marks():
     assistant = Scripted(
         on=["so </think> 0 <|user|>", "so </think> 7 <|user|>", "so so"],
         off=["0 <|user|>", "</think> 1 <|user|>", "5 <|user|>"],
@@ -132,7 +132,7 @@ def test_replies_are_right_closed_and_without_marks():
     assert (on["seconds"], off["seconds"]) == (0.5, pytest.approx(0.1))
 
 
-def test_common_beginnings():
+def test_finds_common_prefix():
     assert thinking.common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
     assert thinking.common_prefix([1, 2], [1, 2, 4]) == 2
     assert thinking.common_prefix([], [1]) == 0
@@ -148,13 +148,13 @@ def row(seed, on, off, marks=0):
     return {"seed": seed, "on": of(on, 40, 0.4), "off": of(off, 4, 0.1)}
 
 
-def turns(reasoning, right, whole=1.0):
+def turns(reasoning, right, share=1.0):
     first = {"right": [1, 1], "reasoning": 30, "kept": None, "whole": None, "anew": 20.0}
-    later = {"right": right, "reasoning": reasoning, "kept": whole, "whole": whole, "anew": 9.0}
+    later = {"right": right, "reasoning": reasoning, "kept": share, "whole": share, "anew": 9.0}
     return {"turns": [first, later]}
 
 
-def test_the_verdicts_on_thinking():
+def test_verdicts_on_thinking():
     rows = {
         "turn_level": [
             row(0, [1] * 400 + [0] * 200, [1] * 100 + [0] * 500),
@@ -174,7 +174,7 @@ def test_the_verdicts_on_thinking():
     assert "in 100.0% of conversations: met" in verdicts[4]
     assert "thinks 75% fewer tokens than interleaved" in verdicts[5]
     assert "+25.0" in verdicts[5]
-    rows["preserved"][1] = turns(10, [1, 1], whole=0.5)
+    rows["preserved"][1] = turns(10, [1, 1], share=0.5)
     rows["turn_level"] = [row(0, [1] * 499, [0] * 499, marks=1)] * 2
     verdicts = thinking.finding(rows, "command").verdicts
     assert verdicts[0].endswith("not met"), "fewer than 500 questions"
@@ -194,7 +194,7 @@ def shares(mistakes, corrected=0.9):
     }
 
 
-def test_the_verdicts_on_masking():
+def test_verdicts_on_masking():
     rows = {
         "masked": [shares(0.0), shares(0.01), shares(0.0)],
         "unmasked": [shares(0.5), shares(0.45), shares(0.55)],
@@ -206,7 +206,7 @@ def test_the_verdicts_on_masking():
     assert "not met" in error_masking.finding(rows, "command").verdicts[0]
 
 
-def test_calls_are_judged_by_the_rule_that_masks_them():
+def test_judges_calls_by_rule_of_masking():
     source = ChatSourceConfig(chats=ChatTaskConfig(kind="tools", size=400, mistakes=0.5))
     chats = [c for c in finetuned.held_out(source, 8) if c.mistakes][:2]
     names = [c.messages[3]["tool_calls"][0] for c in chats]
@@ -224,7 +224,7 @@ def test_calls_are_judged_by_the_rule_that_masks_them():
         def __call__(self, requests, num_new, **options):
             out = []
             for request, text in zip(requests, self.texts):
-                ids = marked(text)
+                ids = marker_ids(text)
                 reply = parse_reply(ids, request.tools, tokenizer=TOKENIZER)
                 out.append(Answer([1], ids, 1, reply, 0.1))
             return out
@@ -240,7 +240,7 @@ def test_calls_are_judged_by_the_rule_that_masks_them():
     assert judged == {"mistakes": [0, 0], "right": [0, 0]}
 
 
-def test_the_verdict_on_curves_that_lie_on_each_other():
+def test_verdict_on_equal_curves():
     steps = list(range(1, 101))
     wave = np.linspace(3, 1, 100)
 
@@ -254,11 +254,11 @@ def test_the_verdict_on_curves_that_lie_on_each_other():
     assert near.verdicts[0].endswith("is met") and "+0.0000" in near.verdicts[1]
     far = sft_attention.finding(rows, {"sparse": losses(1.2), "dense": losses(1.0)}, "c")
     assert far.verdicts[0].endswith("is not met")
-    # Curves that cross are apart, though their mean is not.
+    # Curves that cross differ, though their means are equal.
     swing = [(steps, list(wave * np.repeat([1.2, 0.8], 50)))] * 2
     across = sft_attention.finding(rows, {"sparse": swing, "dense": losses(1.0)}, "c")
     assert across.verdicts[0].endswith("is not met")
 
 
-def test_running_means():
+def test_computes_running_means():
     np.testing.assert_allclose(sft_attention.running_mean([1, 2, 3, 4], 2), [1.5, 2.5, 3.5])

@@ -1,4 +1,4 @@
-"""The stages of a life: each takes up what the one before it left, and trains what the paper says."""
+"""The stages of the lifecycle: each starts from the stage before it, and trains as in the paper."""
 
 import dataclasses
 import itertools
@@ -19,26 +19,28 @@ MID = ("midtrain_32k", "midtrain_128k", "midtrain_200k")
 
 
 def everything(size):
-    life = lifecycle.get_config(size)
-    stages = {field.name: getattr(life, field.name) for field in dataclasses.fields(life)}
+    experiment = lifecycle.get_config(size)
+    stages = {
+        field.name: getattr(experiment, field.name) for field in dataclasses.fields(experiment)
+    }
     return {name: config for name, config in stages.items() if config is not None}
 
 
 def stages(size):
-    """Those that learn from texts."""
+    """Returns the stages that train on texts."""
     return {n: c for n, c in everything(size).items() if isinstance(c, ExperimentConfig)}
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_texts_grow_and_the_last_stages_are_sparse(size):
-    life = stages(size)
-    assert list(life) == ["pretrain", *MID, "dsa_warmup", "dsa_sparse", "sft"]
-    lengths = [config.data.sequence_length for config in life.values()]
+def test_texts_grow_and_last_stages_are_sparse(size):
+    configs = stages(size)
+    assert list(configs) == ["pretrain", *MID, "dsa_warmup", "dsa_sparse", "sft"]
+    lengths = [config.data.sequence_length for config in configs.values()]
     assert lengths == sorted(lengths)
-    assert len(set(lengths[3:])) == 1 and lengths[3] <= life["sft"].model.max_position_embeddings
-    kinds = [config.model.attention for config in life.values()]
+    assert len(set(lengths[3:])) == 1 and lengths[3] <= configs["sft"].model.max_position_embeddings
+    kinds = [config.model.attention for config in configs.values()]
     assert kinds == ["dense"] * 5 + ["sparse"] * 2
-    bases = {config.model.rope_parameters.rope_theta for config in list(life.values())[1:]}
+    bases = {config.model.rope_parameters.rope_theta for config in list(configs.values())[1:]}
     assert bases == {1_000_000.0}
 
 
@@ -51,23 +53,23 @@ def test_weights_fit_from_stage_to_stage(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_stages_after_sft_keep_int4_and_indexers_out_of_training(size):
-    own = {n: c for n, c in everything(size).items() if n not in stages(size)}
-    assert list(own) == ["rl_reasoning", "rl_agentic", "rl_general", "distill"]
-    for config in own.values():
+def test_stages_after_sft_train_no_int4_or_indexers(size):
+    rl_stages = {n: c for n, c in everything(size).items() if n not in stages(size)}
+    assert list(rl_stages) == ["rl_reasoning", "rl_agentic", "rl_general", "distill"]
+    for config in rl_stages.values():
         assert "indexer/" in config.optimizer.frozen and config.step.index_weight == 0
         assert config.model.attention == "sparse" and config.model.int4_group is None
-    teachers = {teacher.checkpoint for teacher in own["distill"].teachers}
+    teachers = {teacher.checkpoint for teacher in rl_stages["distill"].teachers}
     assert teachers == {"sft", "rl_reasoning", "rl_agentic", "rl_general"}  # GLM-5 3.5
 
 
-def test_what_a_stage_forgot_may_be_learnt_again_right_after_it():
-    life = everything("tiny,each")
+def test_distillation_may_follow_each_rl_stage():
+    configs = everything("tiny,each")
     rl = ["rl_reasoning", "rl_agentic", "rl_general"]
     distillations = ["distill_reasoning", "distill_agentic", "distill"]
-    assert list(life)[-6:] == [name for pair in zip(rl, distillations) for name in pair]
+    assert list(configs)[-6:] == [name for pair in zip(rl, distillations) for name in pair]
     for count, name in enumerate(distillations, 1):
-        config = life[name]
+        config = configs[name]
         assert [t.checkpoint for t in config.teachers] == ["sft", *rl[:count]]
         origins = ("reasoning", "agentic", "general")
         assert [bool(getattr(config, o)) for o in origins] == [i < count for i in range(3)]
@@ -76,69 +78,69 @@ def test_what_a_stage_forgot_may_be_learnt_again_right_after_it():
         lifecycle.get_config("tiny,never")
 
 
-@pytest.mark.parametrize("variant, most", [("tiny", 30), ("tiny,each", 35)])
-def test_the_tiny_life_has_a_time_budget_of_half_an_hour_and_twelve_minutes_with_tools(
-    variant, most
-):
+@pytest.mark.parametrize("variant, max_minutes", [("tiny", 30), ("tiny,each", 35)])
+def test_tiny_lifecycle_has_time_budget(variant, max_minutes):
     planned = lifecycle.minutes(lifecycle.get_config(variant))
     assert list(planned) == list(everything(variant))
-    assert planned.pop("rl_agentic") <= 12 and most - 5 < sum(planned.values()) <= most
+    assert (
+        planned.pop("rl_agentic") <= 12 and max_minutes - 5 < sum(planned.values()) <= max_minutes
+    )
     assert not lifecycle.minutes(lifecycle.get_config("small"))
 
 
 @pytest.mark.parametrize("stage", ["midtrain_128k", "dsa_warmup", "dsa_sparse", "sft"])
-def test_only_the_first_long_stage_takes_weights_of_a_shorter_rotary_base(stage):
-    base, own = (stages("glm5")[name] for name in ("pretrain", stage))
-    said = (
+def test_only_first_long_stage_takes_other_rotary_base(stage):
+    base, later = (stages("glm5")[name] for name in ("pretrain", stage))
+    message = (
         "pretrain:glm5 is of a model with rope_parameters.rope_theta 10000.0 (here 1000000.0); set "
         "--experiment.model.rope_parameters.rope_theta=10000.0, or, if that is meant to change, "
         "--experiment.may_differ=\"('rope_parameters.rope_theta',)\""
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        check_arithmetic(base.name, base.model, own.model, own.may_differ)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_arithmetic(base.name, base.model, later.model, later.may_differ)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_rate_of_mid_training_falls_in_one_line(size):
-    life = stages(size)
+def test_mid_training_rate_falls_continuously(size):
+    configs = stages(size)
     ends = []
     for name in MID:
-        schedule = life[name].schedule
+        schedule = configs[name].schedule
         rate = make_schedule(schedule)
         ends.append((float(rate(0)), float(rate(schedule.total_steps - 1))))
     assert ends[0][1] == pytest.approx(ends[1][0]) and ends[1][1] == pytest.approx(ends[2][0])
-    # 1T, 500B and 50B tokens.
+    # 1T, 500B and 50B tokens
     first, second, third = (begin - end for begin, end in ends)
     assert first / second == pytest.approx(2) and second / third == pytest.approx(10, rel=1e-3)
 
 
-def test_the_papers_rates_tokens_and_steps():
-    life = stages("glm5")
-    rates = [life[name].schedule for name in MID]
+def test_rates_tokens_and_steps_match_paper():
+    configs = stages("glm5")
+    rates = [configs[name].schedule for name in MID]
     assert (rates[0].peak, rates[2].end) == (4e-5, pytest.approx(1e-5))
     for name, tokens in zip(MID, (1e12, 500e9, 50e9)):
-        config = life[name]
+        config = configs[name]
         assert config.steps * config.batch.end == pytest.approx(tokens, rel=2e-3)
-    warm = life["dsa_warmup"]
+    warm = configs["dsa_warmup"]
     assert (warm.schedule.peak, warm.schedule.end, warm.steps) == (5e-3, 2e-4, 1000)
-    sparse = life["dsa_sparse"]
+    sparse = configs["dsa_sparse"]
     assert (sparse.schedule.kind, sparse.schedule.peak) == ("constant", 1e-5)
     assert sparse.steps * sparse.batch.end == pytest.approx(20e9, rel=2e-3)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_warm_up_trains_the_indexers_alone(size):
+def test_warm_up_trains_only_indexers(size):
     config = dsa_warmup.get_config(size)
     groups = flatten(groups_of(config.optimizer, glm5.axis_letters(config.model)))
     assert {g for path, g in groups.items() if "indexer/" in path} == {"indexer"}
     assert {g for path, g in groups.items() if "indexer/" not in path} == {"frozen"}
-    # Not by an optimiser, but router biases would move with the load.
+    # No optimiser moves router biases, but the load would.
     assert matches_any(config.optimizer.frozen, "moe_layers/router/bias")
     assert config.step.index_weight > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_in_the_sparse_stage_everything_learns(size):
+def test_sparse_stage_trains_everything(size):
     config = stages(size)["dsa_sparse"]
     groups = flatten(groups_of(config.optimizer, glm5.axis_letters(config.model)))
     assert {path for path, g in groups.items() if g == "frozen"} == {
@@ -148,7 +150,7 @@ def test_in_the_sparse_stage_everything_learns(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_recall_comes_last_and_long_texts_grow(size):
+def test_recall_is_last_and_share_of_long_texts_grows(size):
     shares = []
     for name in MID:
         data = stages(size)[name].data
@@ -161,7 +163,7 @@ def test_recall_comes_last_and_long_texts_grow(size):
     assert shares == sorted(shares) and shares[0] < shares[1]
 
 
-def test_an_unknown_stage_is_answered_with_the_list():
+def test_lists_stages_for_unknown_stage():
     with pytest.raises(
         ValueError, match="unknown variant 'tiny,64k'; did you mean tiny,32k. There are tiny,32k or"
     ):

@@ -1,4 +1,4 @@
-"""Wide and narrow heads: the same cost in training, a third less in decoding, counted from shapes."""
+"""Wide and narrow heads: equal training cost and a third less decoding cost, counted from shapes."""
 
 import dataclasses
 
@@ -12,13 +12,13 @@ from glm5_jax.training.flops import train_flops
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
-def test_the_narrow_variant_of_glm5_is_the_papers():
+def test_narrow_variant_of_glm5_matches_paper():
     """GLM-5 2.1: head width 192 and a third more heads; with 64 rotated dimensions."""
     wide, narrow = presets.glm5(), narrower(presets.glm5())
     assert (narrow.num_attention_heads, wide.num_attention_heads) == (96, 64)
     assert narrow.qk_nope_head_dim + narrow.qk_rope_head_dim == 192
     assert wide.qk_nope_head_dim + wide.qk_rope_head_dim == 256
-    # Heads together are as wide, but for the rotated part that each of them has.
+    # All heads have the same total width, except for the rotated part of each.
     assert 96 * narrow.qk_nope_head_dim == 64 * wide.qk_nope_head_dim
     assert 96 * narrow.v_head_dim == pytest.approx(64 * wide.v_head_dim, rel=2e-3)
     assert narrow.num_parameters == pytest.approx(wide.num_parameters, rel=1e-3)
@@ -28,17 +28,17 @@ def test_the_narrow_variant_of_glm5_is_the_papers():
 
 
 @pytest.mark.parametrize("name", ["glm5", "small"])
-def test_decoding_costs_a_third_less_for_every_cached_token(name):
+def test_narrow_heads_decode_a_third_cheaper(name):
     wide = presets.get(name)
     n, c, r = wide.num_attention_heads, wide.kv_lora_rank, wide.qk_rope_head_dim
     each = decode_flops(wide, 3000) - decode_flops(wide, 1000)
-    # Scores over c + r numbers and a sum of values as wide, in every head.
+    # Scores over c + r numbers and a sum of values of the same width, in every head.
     assert each == 2000 * 2 * n * 2 * (c + r)
     narrow = decode_flops(narrower(wide), 3000) - decode_flops(narrower(wide), 1000)
     assert each / narrow == pytest.approx(2 / 3)
 
 
-def test_the_rest_of_a_decoded_tokens_attention_does_not_grow():
+def test_decoding_cost_has_constant_rest():
     cfg = presets.glm5()
     n, c, d = cfg.num_attention_heads, cfg.kv_lora_rank, cfg.hidden_size
     h, u = cfg.qk_nope_head_dim, cfg.v_head_dim
@@ -48,7 +48,7 @@ def test_the_rest_of_a_decoded_tokens_attention_does_not_grow():
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
-def test_both_arms_train_for_the_same_flops(variant):
+def test_both_arms_train_for_same_flops(variant):
     config = mla_heads.get_config(variant)
     totals = {}
     for name, arm in mla_heads.arms(config).items():
@@ -64,19 +64,19 @@ def test_both_arms_train_for_the_same_flops(variant):
 
 
 @pytest.mark.parametrize("fields", [{"num_attention_heads": 3}, {"qk_nope_head_dim": 19}])
-def test_heads_that_cannot_be_cut_are_named(fields):
+def test_names_heads_without_narrower_variant(fields):
     model = dataclasses.replace(presets.tiny(), **fields)
     with pytest.raises(ValueError, match="have no narrower variant"):
         narrower(model)
 
 
-def test_heads_that_are_mostly_rotated_are_named():
+def test_names_heads_that_are_mostly_rotated():
     model = dataclasses.replace(presets.tiny(), qk_nope_head_dim=4, qk_rope_head_dim=12)
     with pytest.raises(ValueError, match="qk head width 4 [+] 12"):
         narrower(model)
 
 
-def test_the_finding_compares_by_seed():
+def test_finding_compares_by_seed():
     rates = []
 
     def runs(trials):
@@ -93,10 +93,10 @@ def test_the_finding_compares_by_seed():
             for t in trials
         ]
 
-    found = mla_heads.compare(runs, mla_heads.get_config(), "command")
-    assert "minus MLA-192's is +0.2500 ± 0.0000" in found.verdicts[0]
-    assert found.verdicts[1].startswith("this model: ") and found.verdicts[1].endswith("-33.3%")
-    assert found.verdicts[2].startswith("GLM-5: ") and "147,456" in found.verdicts[2]
+    result = mla_heads.compare(runs, mla_heads.get_config(), "command")
+    assert "minus MLA-192's is +0.2500 ± 0.0000" in result.verdicts[0]
+    assert result.verdicts[1].startswith("this model: ") and result.verdicts[1].endswith("-33.3%")
+    assert result.verdicts[2].startswith("GLM-5: ") and "147,456" in result.verdicts[2]
     assert len(set(rates)) == 5
-    steps = [row[3].split()[0] for row in found.tables[0].rows]
+    steps = [row[3].split()[0] for row in result.tables[0].rows]
     assert int(steps[0]) > int(steps[1])  # narrow heads cost a little more

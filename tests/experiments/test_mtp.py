@@ -1,4 +1,4 @@
-"""The MTP ablation: its arms differ in the MTP layer's runs alone, and its verdicts follow the rows."""
+"""The MTP ablation: arms differ only in runs of the MTP layer, and verdicts follow the rows."""
 
 import dataclasses
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
-def test_the_arms_differ_in_the_mtp_layer_alone(variant):
+def test_arms_differ_only_in_mtp_layer(variant):
     base = mtp.get_config(variant)
-    found = mtp.arms(base)
-    for name, arm in found.items():
+    arms = mtp.arms(base)
+    for name, arm in arms.items():
         (stage,) = arm.stages
         assert (stage.step.mtp_steps, stage.model.num_nextn_predict_layers) == {
             "shared-3": (3, 1),
@@ -32,16 +32,16 @@ def test_the_arms_differ_in_the_mtp_layer_alone(variant):
 
 
 def rows(shared, single):
-    """Results of both ways of drafting, greedy ones given, by arm and seed."""
+    """Returns results of both ways of drafting by arm and seed, from the greedy ones."""
 
     def row(length, loss):
-        kept = [0.75, 0.5, 0.25, 0.125]
+        accept_rates = [0.75, 0.5, 0.25, 0.125]
         return {
             "loss": loss,
             "greedy": length,
             "sampled": 2.0,
-            "greedy_kept": kept if length > 1 else [],
-            "sampled_kept": kept if length > 1 else [],
+            "greedy_kept": accept_rates if length > 1 else [],
+            "sampled_kept": accept_rates if length > 1 else [],
         }
 
     return {
@@ -59,9 +59,9 @@ def rows(shared, single):
         ((2.1, 2.1, 2.2), (2.0, 2.0, 2.0), "at least 1.08: not met"),
     ],
 )
-def test_the_verdict_is_on_ratios_by_seed(shared, single, verdict):
-    found = mtp.finding(rows(shared, single), "command")
-    greedy, sampled = found.verdicts
+def test_verdict_compares_ratios_by_seed(shared, single, verdict):
+    result = mtp.finding(rows(shared, single), "command")
+    greedy, sampled = result.verdicts
     assert (
         greedy.startswith("greedy: accepted length of shared-3 over single") and verdict in greedy
     )
@@ -69,7 +69,7 @@ def test_the_verdict_is_on_ratios_by_seed(shared, single, verdict):
     assert "1.000 ± 0.000" in sampled and sampled.endswith("not met")
 
 
-def test_the_tables_show_every_arm_and_draft():
+def test_tables_show_every_arm_and_draft():
     table, by_place = mtp.finding(rows((2.4, 3.6), (2.0, 3.0)), "command").tables
     assert [row[0] for row in table.rows] == ["shared-3", "single", "none"]
     assert "3.000 ± " in table.rows[0][1] and "(2.400 .. 3.600)" in table.rows[0][1]
@@ -78,17 +78,17 @@ def test_the_tables_show_every_arm_and_draft():
 
 
 @pytest.mark.slow
-def test_a_trained_arm_drafts_on_held_out_text(tmp_path, monkeypatch):
-    """The weights are those of the trial's folder, the end of a text the tokenizer's."""
+def test_trained_arm_drafts_on_held_out_text(tmp_path, monkeypatch):
+    """Loads the weights of the trial's folder, and ends texts as the tokenizer does."""
     config = mtp.get_config()
     small = dict(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=24)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **small))
     trial = mtp.arms(config)["shared-3"].trial(seed=1)
     Tokenizer.default().save(tmp_path / "tokenizer")
-    asked = []
+    loads = []
 
     def load(folder, abstract):
-        asked.append(folder)
+        loads.append(folder)
         assert jax.tree.structure(abstract) == jax.tree.structure(params)
         return params
 
@@ -97,6 +97,6 @@ def test_a_trained_arm_drafts_on_held_out_text(tmp_path, monkeypatch):
     drafting = AcceptanceConfig(num_prompts=2, prompt_tokens=8, new_tokens=9)
     monkeypatch.setattr(mtp, "DRAFTING", {"greedy": drafting})
     row = mtp.measure_drafts(trial, tmp_path)
-    assert asked == [tmp_path]
+    assert loads == [tmp_path]
     assert row["greedy"] == pytest.approx(1 + np.sum(row["greedy_kept"]))
     assert 1 <= row["greedy_interval"][0] <= row["greedy"] <= row["greedy_interval"][1] <= 5

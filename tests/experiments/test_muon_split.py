@@ -1,4 +1,4 @@
-"""The Muon Split ablation: its arms differ in the optimiser alone, and its verdicts follow the rows."""
+"""The Muon Split ablation: arms differ only in the optimiser, and verdicts follow the rows."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ BEST = {"Muon Split": 0.02, "whole Muon": 0.01, "AdamW": 0.005}
 
 
 class Fake:
-    """Rows as trainings might give them, by arm, rate, warm-up and share of the steps."""
+    """Returns rows of fake trainings, by arm, rate, warm-up and share of the steps."""
 
     def __init__(self, loss, logit, share_loss):
         self.loss, self.logit, self.share_loss, self.trials = loss, logit, share_loss, []
@@ -29,7 +29,7 @@ class Fake:
         if trial.arm == GROUPED:
             loss -= 0.25
         if trial.stages[0].schedule.warmup_steps > 25:
-            loss -= 0.125  # a longer warm-up is better here
+            loss -= 0.125  # in this fake a longer warm-up is better
         if steps < 250:
             loss += self.share_loss[steps / 250]
         return {
@@ -52,15 +52,15 @@ def run(loss, logit=None, share_loss=None):
     return fake, muon_split.compare(fake, muon_split.get_config(), "command")
 
 
-def test_the_arms_differ_in_the_optimiser_alone():
+def test_arms_differ_only_in_optimiser():
     base = muon_split.get_config()
-    found = muon_split.arms(base)
-    assert list(found) == [*OPTIMISERS, GROUPED]
-    (grouped,) = found.pop(GROUPED).stages
+    arms = muon_split.arms(base)
+    assert list(arms) == [*OPTIMISERS, GROUPED]
+    (grouped,) = arms.pop(GROUPED).stages
     assert grouped.model.projections == "gqa" and grouped.optimizer.split == "whole"
     assert (grouped.data, grouped.batch, grouped.schedule) == (base.data, base.batch, base.schedule)
     groups = set()
-    for arm in found.values():
+    for arm in arms.values():
         (stage,) = arm.stages
         assert dataclasses.replace(stage, name=base.name, optimizer=base.optimizer) == base
         groups.add((stage.optimizer.matrices, stage.optimizer.split))
@@ -68,32 +68,32 @@ def test_the_arms_differ_in_the_optimiser_alone():
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
-def test_the_variants_are_dense_mla_with_every_weight_in_a_group(variant):
+def test_variants_are_dense_mla_with_grouped_weights(variant):
     config = muon_split.get_config(variant)
     assert config.model.attention == "dense"
     assert config.schedule.total_steps > 3 * config.schedule.warmup_steps
 
 
-def test_every_optimiser_is_tuned_and_adamw_with_two_warm_ups():
-    fake, found = run({"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5})
+def test_tunes_every_optimiser_and_warm_ups_of_adamw():
+    fake, result = run({"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5})
     for name, best in BEST.items():
-        own = [t for t in fake.trials if t.arm.startswith(name)]
-        assert len({t.rate for t in own}) >= 5
-        assert {t.rate for t in own if t.seed} == {best}
-        assert {t.seed for t in own} == set(SEEDS)
+        trials = [t for t in fake.trials if t.arm.startswith(name)]
+        assert len({t.rate for t in trials}) >= 5
+        assert {t.rate for t in trials if t.seed} == {best}
+        assert {t.seed for t in trials} == set(SEEDS)
     warm_ups = {t.stages[0].schedule.warmup_steps for t in fake.trials if "AdamW" in t.arm}
     assert warm_ups == {25, 75}
     final = [t for t in fake.trials if "AdamW" in t.arm and t.seed]
     assert {t.stages[0].schedule.warmup_steps for t in final} == {75}
     steps = {t.stages[0].steps for t in fake.trials if t.arm.startswith("Muon Split")}
     assert steps == {250, *(round(250 * share) for share in SHARES)}
-    assert len(found.tables[0].rows) == len(BEST) + 1
+    assert len(result.tables[0].rows) == len(BEST) + 1
 
 
-def test_the_verdicts_when_everything_is_met():
-    _, found = run({"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5})
-    whole, logit, adamw, split_grouped, whole_grouped = found.verdicts
-    assert "-0.5000" in whole and whole.endswith("no worse: met")
+def test_verdicts_report_targets_that_are_met():
+    _, result = run({"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5})
+    unsplit, logit, adamw, split_grouped, whole_grouped = result.verdicts
+    assert "-0.5000" in unsplit and unsplit.endswith("no worse: met")
     assert "-2.00" in logit and logit.endswith("lower: met")
     # AdamW ends at 2.5 - 0.125 + 0.02 on average; a run of ours falls from 3 to 2 in its second half.
     assert "(2.3950) after 0.81" in adamw
@@ -102,26 +102,26 @@ def test_the_verdicts_when_everything_is_met():
     assert "whole Muon on MLA: loss minus that of whole Muon, GQA-8 is +0.2500" in whole_grouped
 
 
-def test_reaching_a_loss_and_no_more_is_within_the_spread():
+def test_equal_share_of_steps_is_within_spread():
     losses = {"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5}
-    _, found = run(losses, share_loss={0.4: 1.0, 0.6: 0.375})
-    assert found.verdicts[2].endswith("0.6; at most 0.6: met on average, within the spread")
+    _, result = run(losses, share_loss={0.4: 1.0, 0.6: 0.375})
+    assert result.verdicts[2].endswith("0.6; at most 0.6: met on average, within the spread")
 
 
-def test_the_verdicts_when_nothing_is():
-    _, found = run(
+def test_verdicts_report_targets_that_are_missed():
+    _, result = run(
         {"Muon Split": 3.0, "whole Muon": 2.5, "AdamW": 2.5},
         logit={"Muon Split": 6.0, "whole Muon": 5.0, "AdamW": 4.0},
     )
-    whole, logit, adamw, *_ = found.verdicts
-    assert whole.endswith("no worse: not met")
+    unsplit, logit, adamw, *_ = result.verdicts
+    assert unsplit.endswith("no worse: not met")
     assert logit.endswith("lower: not met")
     assert "after never of" in adamw
     assert adamw.endswith("none of 0.4, 0.6; at most 0.6: not met")
 
 
-def test_equal_is_no_worse_and_not_lower():
+def test_equal_values_are_no_worse_and_not_lower():
     same = {"Muon Split": 4.0, "whole Muon": 4.0, "AdamW": 4.0}
-    _, found = run({"Muon Split": 2.5, "whole Muon": 2.5, "AdamW": 2.5}, logit=same)
-    assert found.verdicts[0].endswith("no worse: met on average, within the spread")
-    assert found.verdicts[1].endswith("lower: not met")
+    _, result = run({"Muon Split": 2.5, "whole Muon": 2.5, "AdamW": 2.5}, logit=same)
+    assert result.verdicts[0].endswith("no worse: met on average, within the spread")
+    assert result.verdicts[1].endswith("lower: not met")

@@ -1,4 +1,4 @@
-"""The benchmark of the orchestrator's traffic, in small: token records do not pass through the orchestrator."""
+"""The benchmark of the orchestrator's traffic, at a small size: token records do not pass through the orchestrator."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from experiments.benchmarks import orchestrator_traffic
 
 
 @pytest.mark.slow
-def test_traffic_with_gateway_and_trainer_does_not_grow_with_tokens(tmp_path):
+def test_traffic_is_independent_of_tokens(tmp_path):
     results = []
     for tokens in (20, 200):
         workload = dataclasses.replace(
@@ -26,7 +26,7 @@ def test_traffic_with_gateway_and_trainer_does_not_grow_with_tokens(tmp_path):
     assert "16 rollouts" in orchestrator_traffic.describe(short)
 
 
-def test_rejects_options_that_cannot_be(capsys):
+def test_rejects_invalid_options(capsys):
     assert orchestrator_traffic.main(["--batches=0"]) == 2
     assert "--batches is 0; it must be at least 1" in capsys.readouterr().err
     assert orchestrator_traffic.main(["--tokens=2"]) == 2

@@ -1,4 +1,4 @@
-"""The command that quantises a checkpoint, and what is served of it."""
+"""The command that quantises a checkpoint, and the served result."""
 
 import sys
 
@@ -24,18 +24,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [["--plain"], pytest.param([], marks=pytest.mark.slow)])
-def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, capsys, options):
+def test_quantised_model_is_smaller_and_nearly_equal(folder, tmp_path, capsys, options):
     out = tmp_path / "out"
     assert quantise.main([str(folder), str(out), "--group=32", *options]) == 0
     assert "bytes of weights" in capsys.readouterr().out
-    made = models.load_model(out)
-    kinds = {type(leaf) for leaf in flatten(glm5.params_of(made)).values()}
+    loaded = models.load_model(out)
+    kinds = {type(leaf) for leaf in flatten(glm5.params_of(loaded)).values()}
     assert {Int4, Int8} <= kinds
-    assert quantise.num_bytes_of(glm5.params_of(made)) < 0.6 * quantise.num_bytes_of(
+    assert quantise.num_bytes_of(glm5.params_of(loaded)) < 0.6 * quantise.num_bytes_of(
         glm5.params_of(model())
     )
     tokens = np.random.default_rng(0).integers(0, 2000, (2, 32))
-    got, want = (jax.nn.log_softmax(one(tokens)) for one in (made, model()))
+    got, want = (jax.nn.log_softmax(one(tokens)) for one in (loaded, model()))
     assert 0 < np.abs(got - want).mean() < 0.05
     assert quantise.main([str(out), str(tmp_path / "again")]) == 2
     assert "is quantised already" in capsys.readouterr().err
@@ -63,7 +63,7 @@ def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, caps
         (["PLAIN", "OUT", "--group=32", f"--text={sys.executable}"], "is not UTF-8 text"),
     ],
 )
-def test_wrong_arguments_are_one_line(folder, tmp_path, capsys, arguments, words):
+def test_reports_wrong_arguments_in_one_line(folder, tmp_path, capsys, arguments, words):
     names = {"PLAIN": str(folder), "OUT": str(tmp_path / "out")}
     assert quantise.main([names.get(argument, argument) for argument in arguments]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Arms of reinforcement learning after SFT: what they share and differ in, and the verdicts."""
+"""Arms of reinforcement learning after SFT: their common stages, their differences, and the verdicts."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ def arms(request):
     return reinforcement.get_config(request.param)
 
 
-def test_arms_of_a_seed_start_from_one_fine_tuning_and_seeds_from_one_model(arms):
+def test_arms_share_sft_and_seeds_share_base_model(arms):
     shared = {name: arm.trial(seed=1).digests for name, arm in arms.items()}
     for name in (*KL_COEFFICIENTS, DISTILLED):
         assert shared[name][:7] == shared[SPARSE][:7]
@@ -32,7 +32,7 @@ def test_arms_of_a_seed_start_from_one_fine_tuning_and_seeds_from_one_model(arms
 
 
 @pytest.mark.parametrize("name", KL_COEFFICIENTS)
-def test_what_is_pulled_differs_in_that_alone(arms, name):
+def test_kl_arms_differ_only_in_kl_target(arms, name):
     sparse, pulled = (arms[arm].stages[-1] for arm in (SPARSE, name))
     assert pulled.credit.kl_target == "reference" and pulled.policy.ref_kl == KL_COEFFICIENTS[name]
     assert [t.checkpoint for t in pulled.teachers] == [arms[name].stages[-2].name]
@@ -40,37 +40,37 @@ def test_what_is_pulled_differs_in_that_alone(arms, name):
     assert dataclasses.replace(pulled, **free) == sparse
 
 
-def test_the_dense_arm_has_no_indexer_and_else_the_same(arms):
+def test_dense_arm_differs_only_in_attention(arms):
     sparse, dense = (arms[name].stages[-1] for name in (SPARSE, DENSE))
     assert (sparse.model.attention, dense.model.attention) == ("sparse", "dense")
     assert dense.optimizer == sparse.optimizer and dense.rollout == sparse.rollout
 
 
-def test_distillation_is_taught_by_the_stages_before_it(arms):
-    before, learnt, taught = arms[DISTILLED].stages[-3:]
-    after = taught.continue_from({before.name: "SFT", learnt.name: "RL"})
+def test_distillation_has_previous_stages_as_teachers(arms):
+    before, rl, distilled = arms[DISTILLED].stages[-3:]
+    after = distilled.continue_from({before.name: "SFT", rl.name: "RL"})
     assert {(t.origin, t.checkpoint) for t in after.teachers} == {
         ("sft", "SFT"),
         ("reasoning", "RL"),
     }
     assert after.checkpoint == "RL"
-    assert [share.tasks.steps for share in (*taught.sft, *taught.reasoning)] == [5, 3]
-    assert [share.tasks.steps for share in learnt.tasks] == [3]
-    assert {OLD, NEW} == {f"sft:{taught.sft[0].name}", f"reasoning:{taught.reasoning[0].name}"}
-    assert (
-        learnt.credit == rl_reasoning.get_config("tiny").credit
-        and learnt.credit.kl_target == "none"
-    )
+    assert [share.tasks.steps for share in (*distilled.sft, *distilled.reasoning)] == [5, 3]
+    assert [share.tasks.steps for share in rl.tasks] == [3]
+    assert {OLD, NEW} == {
+        f"sft:{distilled.sft[0].name}",
+        f"reasoning:{distilled.reasoning[0].name}",
+    }
+    assert rl.credit == rl_reasoning.get_config("tiny").credit and rl.credit.kl_target == "none"
 
 
 def row(new, old):
-    """Skills by stages; the same in both forms."""
+    """Returns skills by stages, equal in both forms."""
     stages = ("sft", "rl", "distill")
     skills = {OLD: old, NEW: new, "form with thinking": new, "form without": new}
-    return {"skills": {name: dict(zip(stages, own)) for name, own in skills.items()}}
+    return {"skills": {name: dict(zip(stages, values)) for name, values in skills.items()}}
 
 
-def found(distilled_old=(0.9, 0.4, 0.85), pulled=0.7, dense=0.8):
+def make_finding(distilled_old=(0.9, 0.4, 0.85), pulled=0.7, dense=0.8):
     rows = {SPARSE: [row((0.1, 0.8), (0.9, 0.4))] * 3}
     rows |= {name: [row((0.1, pulled), (0.9, 0.6))] * 3 for name in KL_COEFFICIENTS}
     rows |= {DENSE: [row((0.2, dense), (0.9, 0.5))] * 3}
@@ -80,8 +80,8 @@ def found(distilled_old=(0.9, 0.4, 0.85), pulled=0.7, dense=0.8):
     return reinforcement.finding(rows, curves, "COMMAND")
 
 
-def test_verdicts():
-    restored, *pulled, attention = found().verdicts
+def test_verdicts_follow_rows():
+    restored, *pulled, attention = make_finding().verdicts
     assert "falls by 56" in restored and "gives 90" in restored
     assert "in 3 of 3 seeds, of which 3 got at least 80%" in restored
     assert "+2.0" in restored
@@ -90,12 +90,12 @@ def test_verdicts():
         assert "the new skill -10.0" in line and "the old one +20.0" in line
     assert "sparse model gains 70.0" in attention and "dense one 60.0" in attention
     assert "at the end: +0.0 ± 0.0 (+0.0 .. +0.0), within the spread" in attention
-    assert "in 0 of 3 seeds, of which 0 got" in found((0.9, 0.5, 0.9)).verdicts[0]
-    assert "in 3 of 3 seeds, of which 0 got" in found((0.9, 0.4, 0.79)).verdicts[0]
+    assert "in 0 of 3 seeds, of which 0 got" in make_finding((0.9, 0.5, 0.9)).verdicts[0]
+    assert "in 3 of 3 seeds, of which 0 got" in make_finding((0.9, 0.4, 0.79)).verdicts[0]
 
 
-def test_every_arm_and_skill_has_its_line():
-    [table] = found().tables
+def test_table_has_line_for_every_arm_and_skill():
+    [table] = make_finding().tables
     assert [line[:2] for line in table.rows[:2]] == [(SPARSE, "old"), (SPARSE, "new")]
     assert table.rows[0][2:] == ("90.0 ± 0.0 (90.0 .. 90.0)", "40.0 ± 0.0 (40.0 .. 40.0)", "-")
     assert table.rows[-4][0] == DISTILLED and table.rows[-4][4].startswith("85.0")

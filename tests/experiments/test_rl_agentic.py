@@ -1,4 +1,4 @@
-"""Agentic RL as an experiment: its programs, how they are started, and what is refused."""
+"""Agentic RL as an experiment: its programs, how they start, and refused configs."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from glm5_jax.runtime.placement import topological_order
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import command_line, gke, local, run, slurm
 from launch.local import LocalMachine, LocalPlacement
-from tests.envs.terminal.folders import needs_root, own
+from tests.envs.terminal.folders import make_task, needs_root
 
 FILE = rl_agentic.__file__
 POD = ["--image=registry/glm5:1", "--claim=shared", "--accelerator=tpu-v5p-slice", "--workdir=/run"]
@@ -33,9 +33,9 @@ def words_of(role):
     return " ".join(role.argv)
 
 
-def test_who_needs_another_starts_behind_it():
-    found = topological_order(rl_agentic.roles(tiny(), ["--experiment=x", "--workdir=y"]))
-    assert [role.name for role in found] == [
+def test_roles_start_after_roles_that_they_need():
+    roles = topological_order(rl_agentic.roles(tiny(), ["--experiment=x", "--workdir=y"]))
+    assert [role.name for role in roles] == [
         "engine",
         "gateway",
         "orchestrator",
@@ -43,19 +43,19 @@ def test_who_needs_another_starts_behind_it():
         "task-1",
         "train",
     ]
-    engine, gateway, orchestrator, first, second, train = found
-    assert all("launch.run --experiment=x --workdir=y" in words_of(role) for role in found)
+    engine, gateway, orchestrator, first, second, train = roles
+    assert all("launch.run --experiment=x --workdir=y" in words_of(role) for role in roles)
     assert "--experiment.program.engines={engine.urls}" in words_of(gateway)
     assert "--experiment.program.gateway={gateway.url}" in words_of(orchestrator)
     assert "program.role=task --" in words_of(first) and "program.number=1" in words_of(second)
-    assert [role.main for role in found] == [False] * 5 + [True]
+    assert [role.main for role in roles] == [False] * 5 + [True]
     assert {"task-0", "task-1"} < set(train.needs), (
         "what is held out is asked before the first step"
     )
-    LocalPlacement(LocalMachine(platform="cpu", devices=[], cores=[0])).check(found)
+    LocalPlacement(LocalMachine(platform="cpu", devices=[], cores=[0])).check(roles)
 
 
-def test_advantages_and_losses_are_those_of_each_kind_of_rl():
+def test_each_kind_of_rl_has_its_loss():
     """GLM-5 3.2 and Eq. 1; 3.3, 4.1.1 and Eq. 3 to 5."""
     reasoning, agentic = rl_reasoning.glm5(), rl_agentic.glm5()
     assert (reasoning.policy.correction, reasoning.credit.baseline) == ("icepop", "zscore")
@@ -66,17 +66,17 @@ def test_advantages_and_losses_are_those_of_each_kind_of_rl():
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
-def test_sends_whole_conversation_with_each_request(variant):
+def test_sends_full_conversation_with_each_request(variant):
     """GLM-5 3.1: coding agents keep all thinking. 4.2.4 shortens only search agents' contexts, at inference."""
     assert rl_agentic.get_config(variant).loop().context == ContextConfig(None, None)
 
 
-def test_a_pod_has_a_port_for_each(capsys):
+def test_pod_has_port_for_each_process(capsys):
     config = rl_agentic.glm5()
-    found = rl_agentic.roles(config, [])
-    taken = [range(role.port, role.port + role.count) for role in found if not role.main]
+    pod_roles = rl_agentic.roles(config, [])
+    taken = [range(role.port, role.port + role.count) for role in pod_roles if not role.main]
     assert len({port for ports in taken for port in ports}) == sum(map(len, taken))
-    train = found[-1]
+    train = pod_roles[-1]
     assert train.hosts * train.devices == 1024 and "{distributed}" in train.argv[-1]
     more = [f"--experiment={FILE}:glm5", "--experiment.checkpoint=/run/sft"]
     assert gke.main(["gke", *more, *POD]) == 0
@@ -87,26 +87,26 @@ def test_a_pod_has_a_port_for_each(capsys):
     assert "program.role=gateway" in capsys.readouterr().out
 
 
-def test_the_gateway_of_a_pod_chooses_among_the_ranks_of_all_engines(tmp_path, monkeypatch):
+def test_gateway_gets_ranks_of_all_engines(tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "load_tokenizer", lambda config: None)
     program = ProgramConfig(role="gateway", engines="http://a:1,http://b:2")
     cluster = ClusterConfig(engines=2, ranks=2)
-    found = []
-    monkeypatch.setattr(servers, "Gateway", lambda tokenizer, ranks, config: found.append(ranks))
+    calls = []
+    monkeypatch.setattr(servers, "Gateway", lambda tokenizer, ranks, config: calls.append(ranks))
     servers.SERVERS["gateway"](tiny(program=program, cluster=cluster), tmp_path)
-    assert found == [["http://a:1@0", "http://a:1@1", "http://b:2@0", "http://b:2@1"]]
+    assert calls == [["http://a:1@0", "http://a:1@1", "http://b:2@0", "http://b:2@1"]]
 
 
-def test_its_flags_are_those_of_the_same_run(tmp_path):
+def test_flags_restore_same_config(tmp_path):
     terminals = TerminalShare(
         folder="tasks", weight=0.5, images={"python:3.12": "host"}, bash=BashConfig(9.0)
     )
     tasks = (TaskWeight(TaskConfig(kind="chain", size=30), 2.0), terminals)
     config = tiny(tasks=tasks, seed=3, max_staleness=1, program=ProgramConfig())
     words = config.programs()
-    found = command_line.parse(["run", *words, f"--workdir={tmp_path}"])
-    # The module is another one, as it is read from its file.
-    assert dataclasses.asdict(found.config) == dataclasses.asdict(config)
+    parsed = command_line.parse(["run", *words, f"--workdir={tmp_path}"])
+    # The module differs, because it is read from its file.
+    assert dataclasses.asdict(parsed.config) == dataclasses.asdict(config)
     assert not dataclasses.replace(config, program=ProgramConfig(role="orchestrator")).programs()
     flags = ["run", f"--experiment={FILE}:tiny", "--experiment.tasks=({'folder': 'tasks'},)"]
     [share] = command_line.parse(flags).config.tasks
@@ -114,36 +114,36 @@ def test_its_flags_are_those_of_the_same_run(tmp_path):
 
 
 @needs_root
-def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monkeypatch):
+def test_terminal_service_has_limits_of_run(tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "load_tokenizer", lambda config: Tokenizer.load("bytes"))
     for number in range(9):
-        own(tmp_path, f"task-{number}", **{"instruction.md": f"Do {number}.\n"})
+        make_task(tmp_path, f"task-{number}", **{"instruction.md": f"Do {number}.\n"})
     program = ProgramConfig(role="task", orchestrator="http://127.0.0.1:1")
     tasks = (TerminalShare(folder=str(tmp_path), weight=2.0, held_out_fraction=0.3),)
     with pytest.raises(ValueError, match="are held out; .* lower held_out_fraction=0.999"):
         dataclasses.replace(tasks[0], held_out_fraction=0.999).load()
     config = tiny(tasks=tasks, program=program, length=4096)
-    # The image and the tests of a task may take longer than the run gives it.
+    # Image and tests of a task may take longer than a rollout may.
     with pytest.raises(ValueError, match="task 'task-.' may take 690 s .* a rollout has 660 s"):
         servers.SERVERS["task"](config, tmp_path)
     config = dataclasses.replace(config, judge_timeout_s=900.0)
-    plain, given = terminal_service.TerminalService, []
+    plain, configs = terminal_service.TerminalService, []
 
     def record(*args, **options):
-        given.extend(arg for arg in args if isinstance(arg, AttemptConfig))
+        configs.extend(arg for arg in args if isinstance(arg, AttemptConfig))
         return plain(*args, **options)
 
     monkeypatch.setattr(terminal_service, "TerminalService", record)
     service = servers.SERVERS["task"](config, tmp_path)
     assert (service.config.name, service.config.weight) == ("terminal", 2.0)
     assert service.size + service.held_out == 9 and service.held_out > 0
-    [limits] = (dataclasses.asdict(one.loop()) for one in given)
-    # Of terminal tasks a broken call ends nothing, and commands have their own time limit.
+    [limits] = (dataclasses.asdict(one.loop()) for one in configs)
+    # In terminal tasks a broken call ends nothing, and commands have a separate time limit.
     other = {"tool_timeout_s": 60.0, "ends_on_broken_call": True}
     assert limits | other == dataclasses.asdict(config.loop())
 
 
-def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
+def test_checks_config_before_start(tmp_path, capsys):
     flags = [f"--experiment={FILE}:tiny", f"--workdir={tmp_path}/run"]
     assert run.main(["run", *flags]) == 2
     assert "give --experiment.checkpoint=PATH" in capsys.readouterr().err
@@ -154,8 +154,8 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
         f"checkpoint={tmp_path}": f"{tmp_path} is not a checkpoint; give a run's workdir",
     }
     for changes, why in {"": "give --experiment.checkpoint=PATH", **missing}.items():
-        own = [f"--experiment.{changes}"] if changes else []
-        assert local.main(["local", *flags, *own]) == 2
+        extra = [f"--experiment.{changes}"] if changes else []
+        assert local.main(["local", *flags, *extra]) == 2
         assert why in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
     for role in ("gateway", "task", "engine"):
@@ -186,12 +186,12 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
         ),
     ],
 )
-def test_contradictions_are_refused(changes, why):
+def test_rejects_contradictory_config(changes, why):
     with pytest.raises(ValueError, match=why):
         tiny(**changes)
 
 
-def test_layouts_and_variants_are_refused():
+def test_rejects_invalid_clusters_and_variants():
     with pytest.raises(ValueError, match="folder is empty"):
         TerminalShare()
     with pytest.raises(ValueError, match="held_out_fraction is 1.0"):

@@ -1,4 +1,4 @@
-"""General RL and distillation as experiments: who judges what, who teaches what, and what is refused."""
+"""General RL and distillation as experiments: their judges, their teachers, and refused configs."""
 
 import asyncio
 import dataclasses
@@ -36,15 +36,17 @@ from glm5_jax.training.optimizer import OptimizerConfig
 from tests.agents.judges import facts, serving, verdict
 from tests.agents.scripted import ScriptedServer
 from tests.model.small import one_layer
-from tests.rl.test_outcome_model import CONFIG as REWARD, drawn_params
+from tests.rl.test_outcome_model import CONFIG as REWARD, random_params
 
 DEMANDS = GeneralTaskWeight(demands=ConstraintTaskConfig(size=100, max_characters=200))
-WHOLE = dataclasses.replace(rl_general.tiny().model, int4_group=None)  # int4 cannot be cut in eight
-HERE = {"requires_checkpoint": False, "model": WHOLE}
+PLAIN_MODEL = dataclasses.replace(
+    rl_general.tiny().model, int4_group=None
+)  # int4 cannot be split in eight
+ON_EIGHT_DEVICES = {"requires_checkpoint": False, "model": PLAIN_MODEL}
 
 
 def general(**changes):
-    changes = HERE | {"tasks": (DEMANDS,)} | changes
+    changes = ON_EIGHT_DEVICES | {"tasks": (DEMANDS,)} | changes
     return dataclasses.replace(rl_general.tiny(), **changes)
 
 
@@ -58,23 +60,23 @@ def anchors(tmp_path):
     return str(path)
 
 
-def said(text):
+def attempt_with(text):
     return Attempt(messages=({"role": "assistant", "content": text},))
 
 
-def test_judges_by_rules_alone_what_has_rules():
+def test_judges_tasks_with_rules_only_by_rules():
     verify, _ = rl_general.make_verifier(general())
     task = DEMANDS.tasks_of()[0]
     wanted = [one.is_followed("Ay Ay Ay") for one in ifeval.instructions(task.data)]
-    reward = asyncio.run(verify(task, said("Ay Ay Ay")))
+    reward = asyncio.run(verify(task, attempt_with("Ay Ay Ay")))
     assert reward.value == sum(wanted) / len(wanted)
     assert [reward.parts[name] for name in GUARDS] == [1, 1, 1]
-    looped = asyncio.run(verify(task, said("Ay " * 60)))
+    looped = asyncio.run(verify(task, attempt_with("Ay " * 60)))
     assert looped.value == 0 and looped.parts["repetition"] == 0
 
 
-def test_what_is_learnt_in_the_small_life_is_nothing_that_guards_fault():
-    """They are there for what nobody wants, and not to be told from what SFT teaches."""
+def test_guards_accept_replies_of_sft():
+    """Guards reject only unwanted replies; the replies of SFT pass."""
     replies = [
         json.loads(line)["messages"][2]["content"]
         for line in chat_tasks.make_lines(
@@ -84,16 +86,16 @@ def test_what_is_learnt_in_the_small_life_is_nothing_that_guards_fault():
     verify, _ = rl_general.make_verifier(general())
     [task, *_] = DEMANDS.tasks_of()
     for reply in replies:
-        reward = asyncio.run(verify(task, said(reply)))
+        reward = asyncio.run(verify(task, attempt_with(reply)))
         assert reward.value == reward.parts["rules"], reply
 
 
 @pytest.fixture(scope="module")
-def scored(tmp_path_factory):
-    """A reward model whose scores have a scale that nobody would take for none."""
+def scored_model(tmp_path_factory):
+    """Returns a reward model whose scores have an obvious scale."""
     workdir = tmp_path_factory.mktemp("reward")
     state = {
-        "params": drawn_params(),
+        "params": random_params(),
         "optimizer": {"count": np.zeros(1)},
         "rng": np.zeros(2),
         "step": 1,
@@ -106,7 +108,7 @@ def scored(tmp_path_factory):
     return str(workdir)
 
 
-def test_scales_score_of_reward_model_on_mesh_of_run(scored, monkeypatch):
+def test_scales_score_of_reward_model_on_mesh_of_run(scored_model, monkeypatch):
     load, meshes = OutcomeModel.load, []
 
     def record(workdir, *, mesh, **more):
@@ -116,23 +118,23 @@ def test_scales_score_of_reward_model_on_mesh_of_run(scored, monkeypatch):
     monkeypatch.setattr(OutcomeModel, "load", record)
     reward = GeneralConfig(squash=False, orm=1.0)
     config = general(
-        reward_model=scored,
+        reward_model=scored_model,
         tasks=(GeneralTaskWeight(kind="prompts", file="creativity"),),
         reward=reward,
     )
     verify, _ = rl_general.make_verifier(config)
     task = config.tasks[0].tasks_of()[0]
-    found = asyncio.run(verify(task, said("A tale of a whale.")))
-    alone = load(scored).score([(task, said("A tale of a whale."))])
-    assert found.parts["orm"] == pytest.approx(alone[0], abs=1e-4)
-    assert found.value == found.parts["orm_z"] == (found.parts["orm"] - 5) / 2
+    result = asyncio.run(verify(task, attempt_with("A tale of a whale.")))
+    scores = load(scored_model).score([(task, attempt_with("A tale of a whale."))])
+    assert result.parts["orm"] == pytest.approx(scores[0], abs=1e-4)
+    assert result.value == result.parts["orm_z"] == (result.parts["orm"] - 5) / 2
     [mesh] = meshes
     assert mesh.size == jax.device_count() == 8
 
 
 @pytest.mark.slow
-def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored, monkeypatch):
-    """Two steps of random words, each of which both models are asked about; on one device, and without the page."""
+def test_runs_with_reward_model_and_judge_with_key(tmp_path, scored_model, monkeypatch):
+    """Two steps with random replies that both models score, on one device and without the page."""
     for module in (rl_general, stages):
         monkeypatch.setattr(
             module, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
@@ -141,14 +143,14 @@ def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored
     key = tmp_path / "key"
     key.write_text("secret\n")
     listen = ListenConfig(port=find_free_port(), api_key="secret")
-    judge = ScriptedServer(lambda said: verdict({"messages": said}, lambda text: 6), listen)
+    judge = ScriptedServer(lambda messages: verdict({"messages": messages}, lambda text: 6), listen)
     config = general(
         model=one_layer(vocab_size=292, max_position_embeddings=512),
         tokenizer="bytes",
         optimizer=OptimizerConfig(),
         tasks=(GeneralTaskWeight(kind="prompts", file="creativity"),),
         reward=GeneralConfig(orm=0.25, grm=0.75, squash=False, mixing=None),
-        reward_model=scored,
+        reward_model=scored_model,
         judge=f"http://127.0.0.1:{listen.port}",
         judge_key_file=str(key),
         rollout=RolloutConfig(prompts=2, group=8, max_tokens=64, max_turns=1, thinking=False),
@@ -160,7 +162,7 @@ def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored
     )
     with judge.running():
         config.make_stage(tmp_path / "run").run()
-    assert len(judge.scripted.asked) >= 2
+    assert len(judge.scripted.requests) >= 2
     rows = read(tmp_path / "run")
     parts = {name: column(rows, f"reward_part/{name}")[1] for name in ("orm", "orm_z", "grm")}
     assert parts["grm"] == pytest.approx([0.6, 0.6])
@@ -169,8 +171,8 @@ def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored
     assert "secret" not in (tmp_path / "run" / "config.json").read_text()
 
 
-def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
-    """Each batch has its own event loop, and the client is opened in it."""
+def test_http_judge_scores_replies_that_pass_rules(tmp_path, anchors):
+    """Each batch has its event loop, which opens the client."""
 
     async def run(times):
         async with serving(lambda body: verdict(body, facts)) as url:
@@ -189,48 +191,48 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
             anchored = next(t for t in by_name.values() if "anchor" in t.data)
             prompted = next(t for t in by_name.values() if t.data.get("rubric") == "creativity")
             ruled = next(t for t in by_name.values() if t.kind == ifeval.KIND)
-            found = []
+            rewards = []
             for _ in range(times):
                 async with suite.judging():
-                    found += [
-                        await suite.verify(anchored, said("fact fact")),
-                        await suite.verify(anchored, said("no")),
-                        await suite.verify(prompted, said("fact")),
-                        await suite.verify(ruled, said(", the and you my is" * 20)),
+                    rewards += [
+                        await suite.verify(anchored, attempt_with("fact fact")),
+                        await suite.verify(anchored, attempt_with("no")),
+                        await suite.verify(prompted, attempt_with("fact")),
+                        await suite.verify(ruled, attempt_with(", the and you my is" * 20)),
                     ]
             stage.close()
-            return found
+            return rewards
 
-    found = [*asyncio.run(run(2)), *asyncio.run(run(1))]
-    for better, worse, prompted, ruled in zip(*(found[i::4] for i in range(4)), strict=True):
+    rewards = [*asyncio.run(run(2)), *asyncio.run(run(1))]
+    for better, worse, prompted, ruled in zip(*(rewards[i::4] for i in range(4)), strict=True):
         assert better.value > worse.value and better.parts["grm"] == 1 and worse.parts["grm"] == 0
         assert prompted.parts["grm"] == 0.1 and "orm" not in prompted.parts
         assert ruled.value == 0 and ruled.parts["gate"] == 0 and "grm" not in ruled.parts
 
 
-def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
+def test_trains_on_anchors_as_text(tmp_path, anchors):
     stage = general(anchors=anchors, sft_rows=3).make_stage(tmp_path)
     texts = [
         one for text in stage.suite.conversations for one in make_records(text, stage.tokenizer)
     ]
-    own = RolloutSource(stage.config, stage.suite, texts)
+    source = RolloutSource(stage.config, stage.suite, texts)
 
     class OneEach:
         def sample(self, tasks, seed, first, name):
             sampled = TokenRecord(
                 token_ids=[1, 2, 3], loss_mask=[0, 1, 1], rollout_logp=[np.nan, -1, -1]
             )
-            return [Group(task=tasks[0], attempts=[said("Ay")], records=[sampled])]
+            return [Group(task=tasks[0], attempts=[attempt_with("Ay")], records=[sampled])]
 
     assert len(texts) == 20
     shown = stage.tokenizer.decode([i for i, w in zip(texts[0].token_ids, texts[0].ce_weight) if w])
     assert "fact" in shown and "0?" not in shown
-    own.rollouts, own.score, seen = OneEach(), None, []
+    source.rollouts, source.score, seen = OneEach(), None, []
     for _ in range(2):
-        batch = own.next(1)
-        learnt = batch["ce_weight"] != 0
-        assert (batch["rl_weight"] != 0).sum() == 2 and not (batch["rl_weight"] * learnt).any()
-        assert len(set(batch["segment_ids"][learnt].tolist())) == 3
+        batch = source.next(1)
+        is_text = batch["ce_weight"] != 0
+        assert (batch["rl_weight"] != 0).sum() == 2 and not (batch["rl_weight"] * is_text).any()
+        assert len(set(batch["segment_ids"][is_text].tolist())) == 3
         seen.append(stage.tokenizer.decode(batch["token_ids"][0].tolist()))
     assert all(f"{i}?" in seen[i // 3] for i in range(6)) and "0?" not in seen[1]
     stage.close()
@@ -242,10 +244,10 @@ def fewer(share):
     return dataclasses.replace(share, tasks=dataclasses.replace(share.tasks, size=20))
 
 
-def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
+def test_distillation_task_has_teacher_of_its_stage(tmp_path):
     nowhere = distill.teachers(str(tmp_path / "life"))
     few = {origin: tuple(map(fewer, getattr(distill.tiny(), origin))) for origin in distill.ORIGINS}
-    config = dataclasses.replace(distill.tiny(), teachers=nowhere, **HERE, **few)
+    config = dataclasses.replace(distill.tiny(), teachers=nowhere, **ON_EIGHT_DEVICES, **few)
     with pytest.raises(ValueError, match="life/sft"):
         config.make_stage(tmp_path / "run")
     origins = {teacher.origin: teacher.checkpoint for teacher in config.teachers}
@@ -291,12 +293,12 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
         (lambda: distill.get_config("huge"), "use one of tiny, small, glm5"),
     ],
 )
-def test_contradictions_of_general_stages_are_refused(make, words):
+def test_rejects_contradictory_general_config(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_the_large_ones_follow_the_paper():
+def test_large_variants_follow_paper():
     assert distill.glm5().rollout.prompts == 1024
     for config in (rl_reasoning.glm5(), rl_general.glm5()):
         assert (config.rollout.prompts, config.rollout.group) == (32, 32)

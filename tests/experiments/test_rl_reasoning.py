@@ -1,4 +1,4 @@
-"""Reasoning RL as an experiment: its tasks, what they are worth, and what is refused."""
+"""Reasoning RL as an experiment: its tasks, their rewards, and refused configs."""
 
 import asyncio
 import dataclasses
@@ -20,9 +20,9 @@ SUM = Task(
 
 
 def worth(reply, finish_reason="stop", sampled=0):
-    said = {"role": "assistant", "content": reply}
+    message = {"role": "assistant", "content": reply}
     return partial_digit_reward(
-        SUM, Attempt(messages=(said,), finish_reason=finish_reason, num_sampled_tokens=sampled)
+        SUM, Attempt(messages=(message,), finish_reason=finish_reason, num_sampled_tokens=sampled)
     )
 
 
@@ -39,13 +39,13 @@ def worth(reply, finish_reason="stop", sampled=0):
         ("", "stop", 0.1),
     ],
 )
-def test_parts_of_a_sum_are_worth_a_part(reply, reason, value):
-    found = worth(reply, reason)
-    assert found.value == pytest.approx(value)
-    assert found.parts["exact"] == (reply == "100" and reason == "stop")
+def test_rewards_parts_of_sum(reply, reason, value):
+    reward = worth(reply, reason)
+    assert reward.value == pytest.approx(value)
+    assert reward.parts["exact"] == (reply == "100" and reason == "stop")
 
 
-def test_tokens_that_nobody_sees_cost_something():
+def test_hidden_tokens_reduce_reward():
     assert worth("100", sampled=4).value == pytest.approx(1.0)
     hidden = worth("100", sampled=5)
     assert hidden.value == pytest.approx(1 - (0.1 + 0.4) / 4) and hidden.parts["exact"] == 1
@@ -62,20 +62,24 @@ LONGER = {
 }
 
 
-def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
+def test_policy_is_small_and_held_out_tasks_differ(tmp_path):
     config = rl_reasoning.get_config("addition")
     assert config.model.num_stored_parameters < 200_000
     [share] = config.tasks
     few = dataclasses.replace(share, tasks=dataclasses.replace(share.tasks, size=1000))
     stage = dataclasses.replace(config, tasks=(few,)).make_stage(tmp_path)
     suite = stage.suite
-    learnt = {task.messages[0]["content"] for task in suite.tasks.draw(2000)}
-    held_out = {task.messages[0]["content"] for own in suite.held_out.values() for task in own}
-    assert learnt and held_out and not learnt & held_out
+    training = {task.messages[0]["content"] for task in suite.tasks.draw(2000)}
+    held_out = {
+        task.messages[0]["content"]
+        for held_out_tasks in suite.held_out.values()
+        for task in held_out_tasks
+    }
+    assert training and held_out and not training & held_out
     stage.close()
 
 
-def test_each_kind_has_its_own_verifier(tmp_path):
+def test_each_kind_has_its_verifier(tmp_path):
     shares = (
         TaskWeight(TaskConfig(kind="gsm8k", size=20)),
         TaskWeight(TaskConfig(kind="choices", size=20), 2.0),
@@ -95,7 +99,7 @@ def test_each_kind_has_its_own_verifier(tmp_path):
     stage.close()
 
 
-def test_passages_are_searched_in_a_run(tmp_path):
+def test_run_searches_passages(tmp_path):
     share = TaskWeight(TaskConfig(kind="worlds", size=20, hops=3))
     more = {
         "length": 4096,
@@ -107,14 +111,14 @@ def test_passages_are_searched_in_a_run(tmp_path):
     answer = asyncio.run(attempt(task, follow))
     for message, result in zip(answer.messages, answer.messages[1:]):
         for call in message.get("tool_calls", ()):
-            asked = ToolCall(**call["function"], problem=None, text="")
-            assert asyncio.run(suite.tools(task, asked)) == result["content"]
+            tool_call = ToolCall(**call["function"], problem=None, text="")
+            assert asyncio.run(suite.tools(task, tool_call)) == result["content"]
     assert len(answer.messages) > 12 and asyncio.run(suite.verify(task, answer)).value == 1
     stage.close()
 
 
-def test_programs_are_refused_where_no_sandbox_starts(tmp_path, monkeypatch):
-    """Before anything is trained, as all else that is wrong; a run of both kinds would learn of the other alone."""
+def test_refuses_programs_without_sandbox(tmp_path, monkeypatch):
+    """Refused before training; a run of both kinds would otherwise train only on the other kind."""
     box = pytest.importorskip("glm5_jax.envs.sandbox.sandbox")
     monkeypatch.setattr(box, "PATH", str(tmp_path))
     shares = tuple(TaskWeight(TaskConfig(kind=kind, size=20)) for kind in ("addition", "mbpp"))
@@ -125,9 +129,9 @@ def test_programs_are_refused_where_no_sandbox_starts(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_everybody_solves_is_left_out(tmp_path, capsys):
+def test_leaves_out_tasks_that_all_attempts_solve(tmp_path, capsys):
     share = TaskWeight(TaskConfig(kind="addition", size=40, digits=1, held_out_fraction=0.2))
-    own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    student_file, teacher_file = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
     known = [task.id for task in tasks(share.tasks)]
 
     def write(path, passes):
@@ -136,9 +140,9 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
         )
         path.write_text("\n".join(lines))
 
-    write(own, lambda i: 8 * (i % 2))
-    write(other, lambda i: 4)
-    config = small(tasks=(share,), verdicts=str(own), stronger_verdicts=str(other))
+    write(student_file, lambda i: 8 * (i % 2))
+    write(teacher_file, lambda i: 4)
+    config = small(tasks=(share,), verdicts=str(student_file), stronger_verdicts=str(teacher_file))
     stage = config.make_stage(tmp_path / "run")
     assert {task.id for task in stage.suite.tasks.draw(200)} == set(known[::2])
     assert "too_easy" in capsys.readouterr().out
@@ -153,7 +157,7 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
         ({"verdicts": "x"}, "belong together; give both or none"),
     ],
 )
-def test_contradictions_are_refused(changes, words):
+def test_rejects_contradictory_config(changes, words):
     with pytest.raises(ValueError, match=words):
         small(**changes)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Rows of drawn lengths: whole, of the row's length at most, and their cost is that of their documents."""
+"""Rows of random lengths: positive, at most the row's length, and with the cost of their documents."""
 
 import dataclasses
 
@@ -21,23 +21,23 @@ def test_rows_hold_documents_of_their_kind(name):
     assert lengths[0] < lengths[-1]
 
 
-def test_a_row_costs_what_its_documents_and_its_padding_do():
+def test_row_cost_is_sum_of_documents_and_padding():
     cfg = dataclasses.replace(presets.glm5(), attention="dense")
-    whole, halves = (row_cost(cfg, row, 3, False) for row in ([LENGTH], [LENGTH // 2] * 2))
-    assert whole == LENGTH * flops.train_flops(cfg, LENGTH, 3)
+    full, halves = (row_cost(cfg, row, 3, False) for row in ([LENGTH], [LENGTH // 2] * 2))
+    assert full == LENGTH * flops.train_flops(cfg, LENGTH, 3)
     assert halves == pytest.approx(LENGTH * flops.train_flops(cfg, LENGTH // 2, 3))
     empty = row_cost(cfg, [], 3, False)
-    assert empty == pytest.approx(LENGTH * flops.train_flops(cfg, 1, 3)) and empty < halves < whole
+    assert empty == pytest.approx(LENGTH * flops.train_flops(cfg, 1, 3)) and empty < halves < full
 
 
-def test_dealing_among_all_waits_least():
+def test_balancing_over_all_ranks_waits_shortest():
     costs = np.random.default_rng(0).lognormal(0, 1, (2, 64))
-    found = compute_waits(costs, ranks=16, microbatches=4, host=4)
-    assert 1 <= found.balanced < found.hosts < found.unbalanced
+    waits = compute_waits(costs, ranks=16, microbatches=4, host=4)
+    assert 1 <= waits.balanced < waits.hosts < waits.unbalanced
     alike = compute_waits(np.ones((1, 64)), ranks=16, microbatches=4, host=4)
     assert alike == row_balance.WaitFactors(rows=1.0, unbalanced=1.0, hosts=1.0, balanced=1.0)
 
 
-def test_a_number_of_batches_that_cannot_be_is_refused(capsys):
+def test_rejects_invalid_number_of_batches(capsys):
     assert row_balance.main(["--batches=0"]) == 2
     assert "--batches is 0" in capsys.readouterr().err

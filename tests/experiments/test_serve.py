@@ -1,4 +1,4 @@
-"""What is served of a folder, which other folders take its place, and what is said of those that do not."""
+"""The weights that are served of a folder, folders that may replace them, and errors of other folders."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """folder_of(kind, seed) of a model, which is saved once."""
+    """Returns folder_of(kind, seed), which saves each model once."""
     root = tmp_path_factory.mktemp("folders")
 
     @functools.cache
@@ -73,8 +73,8 @@ def one_device(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=pytest.mark.slow)])
-def test_serves_folder_of_its_kind_and_no_other(folder_of, one_device, kind):
-    """What is served stays as it was after a folder that is refused."""
+def test_serves_only_folder_of_its_kind(folder_of, one_device, kind):
+    """The served weights stay unchanged after a refused folder."""
     want = Engine(models.load_model(folder_of(kind, 1)), config=EngineConfig(**ENGINE))
     [want] = want.generate([PROMPT], Sampling(max_tokens=6, temperature=0, ignore_eos=True))
     with serve.make_server(config(folder_of(kind))).running() as url:
@@ -91,7 +91,7 @@ def test_serves_folder_of_its_kind_and_no_other(folder_of, one_device, kind):
 
 
 @pytest.mark.slow
-def test_refuses_weights_of_another_kind_or_model_in_one_line(folder_of, tmp_path):
+def test_refuses_weights_of_another_kind_or_model(folder_of, tmp_path):
     rope = dataclasses.replace(CFG.rope_parameters, rope_theta=5e5)
     others = {"rope": dict(rope_parameters=rope), "wide": dict(intermediate_size=96)}
     for name, changes in others.items():
@@ -108,7 +108,7 @@ def test_refuses_weights_of_another_kind_or_model_in_one_line(folder_of, tmp_pat
         "quantised": {
             folder_of("plain"): f"holds plain weights, the served model has {QUANTISED}; give",
             folder_of("other groups"): "experts as int4 in groups of 16, the served model has",
-            folder_of("rotated"): f"holds {QUANTISED}, rotated ones, what is served",
+            folder_of("rotated"): f"holds {QUANTISED}, rotated ones, the served model has",
             tmp_path / "quantised-rope": "rope_parameters.rope_theta 500000.0 (here 10000.0)",
             tmp_path / "quantised-wide": "(1, 96, 128) there and (1, 384, 128) here",
             tmp_path / "nothing": "nothing does not exist",
@@ -116,9 +116,9 @@ def test_refuses_weights_of_another_kind_or_model_in_one_line(folder_of, tmp_pat
     }
     for kind, wrong in cases.items():
         load = models.make_weight_loader(models.load_model(folder_of(kind)))
-        for folder, said in wrong.items():
+        for folder, message in wrong.items():
             with pytest.raises(ValueError) as refused:
                 load(str(folder))
             answer = str(refused.value)
-            assert said in answer, answer
+            assert message in answer, answer
             assert "\n" not in answer and len(answer) < 300 + len(str(folder))

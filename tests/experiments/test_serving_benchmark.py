@@ -1,4 +1,4 @@
-"""What the serving benchmark reckons with: bytes of pages, requests that fit, differences over pages in 8 bits."""
+"""Arithmetic of the serving benchmark: bytes of pages, requests that fit, differences with 8-bit pages."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ from tests.mesh import cases
 
 
 @pytest.mark.slow
-def test_bytes_of_pages_and_the_conversations_they_admit():
-    """Against the numbers themselves: 92 layers of 8 heads of 128, twice; 78 of 512 + 64, and of 128."""
+def test_counts_bytes_of_pages_and_conversations():
+    """The bytes are 92 layers of 8 heads of 128, twice; and 78 layers of 512 + 64, and of 128."""
     sizes = [serving.token_bytes(cfg, **kinds) for _, cfg, kinds in serving.caches()]
     latent, latent8, index, index8 = 2 * (512 + 64), 512 + 4 * 4 + 2 * 64, 2 * 128, 128 + 4
     assert sizes == [
@@ -29,7 +29,7 @@ def test_bytes_of_pages_and_the_conversations_they_admit():
 
 
 @pytest.mark.slow
-def test_pages_in_8_bits_are_compared_with_the_forward_itself():
+def test_compares_8_bit_pages_with_forward():
     cfg = dataclasses.replace(cases.config(), eos_token_id=())
     params, tokens = (
         cases.params(cfg),
@@ -38,10 +38,10 @@ def test_pages_in_8_bits_are_compared_with_the_forward_itself():
     logits = glm5.forward(params, tokens, cfg).logits
     want = np.asarray(logits - np.logaddexp.reduce(logits, -1, keepdims=True))
     batch = {"token_ids": tokens.astype(np.int32)}
-    whole, int8, fp8 = (
+    exact, int8, fp8 = (
         np.asarray(serving.log_probs_over_pages(params, batch, cfg=cfg, latent_cache=kind))
         for kind in (None, "int8", "fp8")
     )
-    np.testing.assert_allclose(whole, want, atol=1e-4)
-    off = [np.median(np.abs(x - want)) for x in (whole, int8, fp8)]
+    np.testing.assert_allclose(exact, want, atol=1e-4)
+    off = [np.median(np.abs(x - want)) for x in (exact, int8, fp8)]
     assert off[0] < 1e-5 < 1e-4 < off[1] < off[2]

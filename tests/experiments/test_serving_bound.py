@@ -1,4 +1,4 @@
-"""The table of what GLM-5's tokens cost at least."""
+"""The table of minimum costs of GLM-5's tokens."""
 
 import json
 
@@ -13,15 +13,15 @@ from pallas_kernels.chips import CHIPS
 GLM5 = presets.glm5()
 
 
-def test_figures_are_the_bound_s_for_a_million_tokens():
-    own = Bound.of(GLM5, "v5p", 32768, 64)
+def test_figures_are_for_a_million_tokens():
+    bound = Bound.of(GLM5, "v5p", 32768, 64)
     for arm, serving in arms(CHIPS["v5p"]).items():
-        whole = chip_seconds(prefill(GLM5, serving, 32768, 4), CHIPS["v5p"])
-        assert own.prefill.totals[arm] == pytest.approx(whole * 1e6 / 131_072)
+        seconds = chip_seconds(prefill(GLM5, serving, 32768, 4), CHIPS["v5p"])
+        assert bound.prefill.totals[arm] == pytest.approx(seconds * 1e6 / 131_072)
         step = chip_seconds(decode(GLM5, serving, 32768, 64), CHIPS["v5p"])
-        assert own.decode.totals[arm] == pytest.approx(step * 1e6 / 64)
-    cost = own.decode.totals
-    assert own.decode.saved == pytest.approx(1 - cost["DSA W4A8"] / cost["dense"])
+        assert bound.decode.totals[arm] == pytest.approx(step * 1e6 / 64)
+    cost = bound.decode.totals
+    assert bound.decode.saved == pytest.approx(1 - cost["DSA W4A8"] / cost["dense"])
 
 
 def test_long_sequences_save_more_than_short_ones():
@@ -29,13 +29,13 @@ def test_long_sequences_save_more_than_short_ones():
         short, long = (Bound.of(GLM5, chip, length, 128) for length in (8192, 131_072))
         for few, many in zip(short.stages, long.stages):
             assert few.saved < many.saved and 0.6 < many.saved < 1
-        # Indexers cost more than they save: what is saved is saved by 8 bits, where products have a rate of their own.
+        # Indexers cost more than they save. The saving is that of 8 bits, where products have a separate rate.
         assert short.prefill.totals["DSA"] > short.prefill.totals["dense"]
         assert (short.prefill.saved > 0.25) == ("int8" in CHIPS[chip].flops)
     assert long.attention == pytest.approx(5.24, abs=0.01)  # as performance.md 2.3
 
 
-def test_the_table_says_what_it_is(capsys):
+def test_table_explains_its_bound(capsys):
     assert serving_bound.main(["8192", "--batch", "32"]) == 0
     out = capsys.readouterr().out
     assert BOUND in out and "claim 50% less cost" in out
@@ -43,17 +43,17 @@ def test_the_table_says_what_it_is(capsys):
     assert out.count("8,192") == len(SERVED)
 
 
-def test_json_has_the_same_and_every_component(capsys):
+def test_json_holds_rows_and_components(capsys):
     assert serving_bound.main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["what"] == serving_bound.TITLE
+    table = json.loads(capsys.readouterr().out)
+    assert table["what"] == serving_bound.TITLE
     want = [
         Bound.of(GLM5, chip, length, serving_bound.BATCH)
         for length in serving_bound.LENGTHS
         for chip in SERVED
     ]
-    assert found["rows"] == [own.to_json() for own in want]
-    decodes = found["rows"][0]["decode"]["seconds"]
+    assert table["rows"] == [row.to_json() for row in want]
+    decodes = table["rows"][0]["decode"]["seconds"]
     assert {*decodes["dense"]} < {*decodes["DSA"]}
 
 
@@ -66,7 +66,7 @@ def test_json_has_the_same_and_every_component(capsys):
         (["1000000"], "exceeds max_position_embeddings 202752"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(words, message, capsys):
+def test_reports_wrong_command_in_one_line(words, message, capsys):
     assert serving_bound.main(words) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1

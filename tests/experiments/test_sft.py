@@ -1,4 +1,4 @@
-"""SFT's variants: what they read, and what they change in the sparse model that they go on from."""
+"""Variants of SFT: their data, and their changes of the sparse model that they start from."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ SIZES = ("tiny", "small", "glm5")
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", sft.KINDS)
-def test_a_kind_reads_its_mode_and_mixed_all_of_them(size, kind):
+def test_kind_reads_its_mode_and_mixed_reads_all(size, kind):
     config = sft.get_config(f"{size},{kind}")
     sources = config.data.sources
     assert sum(source.weight for source in sources) == pytest.approx(1)
@@ -28,7 +28,7 @@ def test_a_kind_reads_its_mode_and_mixed_all_of_them(size, kind):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_goes_on_from_the_sparse_model_with_int4_experts(size):
+def test_starts_from_sparse_model_with_int4_experts(size):
     before, config = dsa_sparse.get_config(size), sft.get_config(f"{size},mixed")
     assert config.model == dataclasses.replace(before.model, int4_group=config.model.int4_group)
     assert config.model.int4_group == (32 if size == "tiny" else 128)
@@ -41,21 +41,21 @@ def test_it_goes_on_from_the_sparse_model_with_int4_experts(size):
     }
 
 
-def test_the_papers_longest_samples_are_the_default():
+def test_default_length_is_that_of_paper():
     config = sft.get_config("glm5,mixed")
     assert config.data.sequence_length == 202_752
 
 
 @pytest.mark.slow
-def test_what_is_shipped_fits_into_the_tiny_models_rows():
-    """Opening a source names the first sample that does not."""
+def test_shipped_samples_fit_into_tiny_rows():
+    """Opening a source raises an error for the first sample that is too long."""
     data = sft.get_config("tiny,mixed").data
     for source in data.sources:
         for training in (True, False):
             assert len(source.open(Tokenizer.default(), data.held_out_fraction, training=training))
 
 
-def test_an_unknown_kind_is_answered_with_the_list():
+def test_lists_kinds_for_unknown_kind():
     with pytest.raises(
         ValueError,
         match="unknown variant 'tiny,deep'; did you mean tiny,mixed. There are tiny,interleaved",

@@ -1,4 +1,4 @@
-"""Arms of learning from old samples: what they differ in, and the verdicts; and one of them, in a few steps."""
+"""Arms that train on old samples: their differences, the verdicts, and one arm for a few steps."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from glm5_jax.metrics.metrics_log import column, read
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
-def test_arms_differ_in_the_loss_and_the_age_alone():
+def test_arms_differ_only_in_loss_and_age():
     arms = stale_policies.get_config("tiny")
     assert len(arms) == len(LOSSES) * len(AGES)
     base = arms[arm_name("double sided", 0)].stages[-1]
@@ -29,7 +29,7 @@ def test_arms_differ_in_the_loss_and_the_age_alone():
 
 
 @pytest.mark.slow
-def test_samples_get_as_old_as_they_may(tmp_path):
+def test_samples_reach_maximum_age(tmp_path):
     config = stale_policies.get_config("tiny")[arm_name("ppo", 4)].stages[-1]
     config = dataclasses.replace(
         config,
@@ -44,12 +44,12 @@ def test_samples_get_as_old_as_they_may(tmp_path):
     assert orders.tolist() == list(range(14))
     assert len(column(rows, "held_out/reward")[1]) == 1
     trial = Arm("ppo, 4", (config,)).trial()
-    found = stale_policies.measure(trial, tmp_path)
-    assert found["right"] == column(rows, "reward_part/exact")[1][-1]
-    assert found["age"] == 4 and 0 <= found["masked"] <= 1 and found["apart"] > 0
+    row = stale_policies.measure(trial, tmp_path)
+    assert row["right"] == column(rows, "reward_part/exact")[1][-1]
+    assert row["age"] == 4 and 0 <= row["masked"] <= 1 and row["apart"] > 0
 
 
-def test_the_verdicts_compare_seed_by_seed():
+def test_verdicts_compare_by_seed():
     rows, exact = {}, {}
     for place, loss in enumerate(LOSSES):
         for age in AGES:
@@ -64,19 +64,21 @@ def test_the_verdicts_compare_seed_by_seed():
                 for seed in range(3)
             ]
             exact[name] = [([1, 2], [0.1, 0.2])] * 3
-    found = stale_policies.finding(rows, exact, "command")
+    result = stale_policies.finding(rows, exact, "command")
     assert (
-        len(found.verdicts) == 3 and "+10.0" in found.verdicts[0] and "+20.0" in found.verdicts[0]
+        len(result.verdicts) == 3
+        and "+10.0" in result.verdicts[0]
+        and "+20.0" in result.verdicts[0]
     )
-    assert "-16.0" in found.verdicts[2]
-    [table] = found.tables
+    assert "-16.0" in result.verdicts[2]
+    [table] = result.tables
     assert table.rows[2][:3] == ("double sided", "16", "16.0") and table.rows[2][4:] == (
         "0.100",
         "2.00",
     )
 
 
-def test_chains_are_learnt_after_sft_by_one_loss_from_samples_of_two_ages(tmp_path):
+def test_chain_arms_share_loss_and_differ_in_age(tmp_path):
     arms = stale_policies.get_config("chains")
     assert list(arms) == [arm_name("double sided", age) for age in (0, 4)]
     (tmp_path / "sft").mkdir()
@@ -87,5 +89,5 @@ def test_chains_are_learnt_after_sft_by_one_loss_from_samples_of_two_ages(tmp_pa
         after_sft(arms[arm_name("double sided", 0)], tmp_path / "sft")
     row = {"right": 0.5, "apart": 0.1, "masked": 0.02, "age": 4}
     rows = {name: [row] * 3 for name in arms}
-    found = stale_policies.finding(rows, {name: [([1, 2], [0.1, 0.2])] * 3 for name in arms}, "")
-    assert len(found.verdicts) == len(found.plots) == len(found.tables[0].rows) == 2
+    result = stale_policies.finding(rows, {name: [([1, 2], [0.1, 0.2])] * 3 for name in arms}, "")
+    assert len(result.verdicts) == len(result.plots) == len(result.tables[0].rows) == 2

@@ -1,4 +1,4 @@
-"""The command that synthesises terminal tasks: what it writes, and how a model's tasks go through it."""
+"""The command that synthesises terminal tasks: its files, and the path of a model's tasks."""
 
 import json
 
@@ -12,13 +12,13 @@ from tests.agents.scripted import ScriptedServer
 from tests.contracts.source_tree import ROOT
 from tests.envs.conftest import _isolation, isolation  # noqa: F401
 from tests.envs.terminal.folders import needs_root
-from tests.envs.terminal.synthesis.faults import IMAGE, replaced, texts
+from tests.envs.terminal.synthesis.faults import IMAGE, replace_text, texts
 
 EXECUTABLE = ["tests/test.sh", "solution/solve.sh"]
 
 
 def synthesise(capsys, workdir, variant="templates", **fields):
-    """Exit code, and what was printed."""
+    """Returns the exit code and the output."""
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
     experiment = f"--experiment={ROOT}/experiments/synthesise.py:{variant}"
     code = launch.main(["run", experiment, *flags, f"--workdir={workdir}"])
@@ -55,13 +55,13 @@ def test_writes_tasks_of_templates_and_reports_passages(capsys, tmp_path):
         ("templates", {"count": 0}, "count is 0"),
     ],
 )
-def test_rejects_what_is_missing(capsys, tmp_path, variant, fields, message):
+def test_rejects_missing_fields(capsys, tmp_path, variant, fields, message):
     code, printed = synthesise(capsys, tmp_path / "out", variant, **fields)
     assert code == 2 and message in printed.err
 
 
 def replies(messages):
-    """A model that invents one draft, writes its task with a fault, and repairs it."""
+    """Scripted model that invents one draft, writes its task with a fault, and repairs it."""
     prompt = messages[-1]["content"]
     files = texts()
     if prompt.startswith("Invent a task"):
@@ -82,7 +82,7 @@ def replies(messages):
     elif "The validator found" in prompt:
         value = {"files": {IMAGE: files[IMAGE]}, "executable": EXECUTABLE}
     else:
-        replaced(IMAGE, "recommends ", "recommends no-such-package ")(files)
+        replace_text(IMAGE, "recommends ", "recommends no-such-package ")(files)
         value = {"files": files, "executable": EXECUTABLE}
     return json.dumps(value)
 
@@ -90,7 +90,7 @@ def replies(messages):
 @pytest.mark.slow
 @needs_root
 @pytest.mark.usefixtures("isolation")
-def test_builds_tasks_of_a_model(capsys, tmp_path):
+def test_builds_tasks_of_model(capsys, tmp_path):
     server = ScriptedServer(replies, ListenConfig(port=find_free_port()))
     url = f"http://127.0.0.1:{server.config.port}"
     with server.running():

@@ -1,4 +1,4 @@
-"""What a policy makes of tasks, as a command writes it and difficulty reads it."""
+"""Pass rates of a policy on tasks, written by the command and read by the difficulty filter."""
 
 import dataclasses
 import json
@@ -37,15 +37,15 @@ FIELDS = {
 }
 
 
-def says(folder, digits):
-    """A checkpoint that answers any sum with one of these digits: the last token alone decides on the next."""
+def save_policy(folder, digits):
+    """Writes a checkpoint that answers any sum with one of these digits: only the last token decides on the next."""
     tokenizer = Tokenizer.load("bytes")
     params = glm5.params_of(glm5.Glm5(MODEL, rngs=nnx.Rngs(0)))
     layers = params["dense_layers"]
     layers["attn"]["o"] = jnp.zeros_like(layers["attn"]["o"])
     layers["mlp"]["down"] = jnp.zeros_like(layers["mlp"]["down"])
-    asked = [{"role": "user", "content": "1+1?"}]
-    end = render_chat(asked, tokenizer, enable_thinking=False).ids[-1]
+    question = [{"role": "user", "content": "1+1?"}]
+    end = render_chat(question, tokenizer, enable_thinking=False).ids[-1]
     written = [tokenizer.encode(str(digit))[0] for digit in range(10)]
     embed, head = (jnp.zeros(params[n]["weight"].shape) for n in ("embed", "lm_head"))
     [stop, *_] = tokenizer.eos_ids
@@ -59,70 +59,68 @@ def says(folder, digits):
 
 
 def verdicts(workdir, checkpoint, **fields):
-    given = FIELDS | {"checkpoint": checkpoint} | fields
-    flags = [f"--experiment.{name}={value}" for name, value in given.items()]
+    flags_by_name = FIELDS | {"checkpoint": checkpoint} | fields
+    flags = [f"--experiment.{name}={value}" for name, value in flags_by_name.items()]
     spec = f"--experiment={ROOT}/experiments/task_pass_rates.py:addition"
     return launch.main(["run", spec, *flags, f"--workdir={workdir}"])
 
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory):
-    return says(tmp_path_factory.mktemp("student"), [5])
+    return save_policy(tmp_path_factory.mktemp("student"), [5])
 
 
 @pytest.mark.slow
-def test_what_two_policies_make_of_tasks_chooses_what_is_learnt(tmp_path, student, capsys):
-    """One always says 5, the other any digit: left is what one never solves and the other at times."""
-    teacher = says(tmp_path / "teacher", range(10))
+def test_pass_rates_of_two_policies_select_tasks(tmp_path, student, capsys):
+    """The student always answers 5, the teacher any digit. Tasks remain that only the teacher solves at times."""
+    teacher = save_policy(tmp_path / "teacher", range(10))
     for name, checkpoint in (("own", student), ("other", teacher)):
         assert verdicts(tmp_path / name, checkpoint) == 0
         assert f"verdicts            {tmp_path / name}" in capsys.readouterr().out
-    own, other = (tmp_path / name / "verdicts.jsonl" for name in ("own", "other"))
+    student_file, teacher_file = (tmp_path / name / "verdicts.jsonl" for name in ("own", "other"))
     answers = {task.id: int(task.data["answer"]) for task in tasks(SUMS)}
-    found = read_verdicts(own)
-    assert found == {t: (16 * (answer == 5), 16) for t, answer in answers.items()}
+    verdicts_of_task = read_verdicts(student_file)
+    assert verdicts_of_task == {t: (16 * (answer == 5), 16) for t, answer in answers.items()}
     assert {*answers.values()} > {5} and max(answers.values()) > 9
     config = dataclasses.replace(
         rl_reasoning.addition(),
         tasks=(TaskWeight(SUMS),),
-        verdicts=str(own),
-        stronger_verdicts=str(other),
+        verdicts=str(student_file),
+        stronger_verdicts=str(teacher_file),
     )
     stage = config.make_stage(tmp_path / "run")
-    kept = {task.id for task in stage.suite.tasks.draw(200)}
+    drawn = {task.id for task in stage.suite.tasks.draw(200)}
     stage.close()
-    at_times = {t for t, found in read_verdicts(other).items() if 0 < found.rate < 1}
-    assert kept == {t for t in at_times if answers[t] != 5} and kept
+    at_times = {t for t, rate in read_verdicts(teacher_file).items() if 0 < rate.rate < 1}
+    assert drawn == {t for t in at_times if answers[t] != 5} and drawn
     assert all(answers[t] < 10 for t in at_times)
-    told = capsys.readouterr().out
-    assert "too_easy" in told and "unsolved" in told
+    output = capsys.readouterr().out
+    assert "too_easy" in output and "unsolved" in output
 
 
 @pytest.mark.slow
-def test_what_was_stopped_goes_on_and_what_is_another_run_is_refused(
-    tmp_path, student, capsys, monkeypatch
-):
-    sample, asked = Rollouts.sample, []
+def test_resumes_stopped_run_and_refuses_another(tmp_path, student, capsys, monkeypatch):
+    sample, calls = Rollouts.sample, []
 
-    def counted(self, part, *args, **more):
-        asked.append([task.id for task in part])
-        if len(asked) == 2:
+    def fake_sample(self, part, *args, **more):
+        calls.append([task.id for task in part])
+        if len(calls) == 2:
             raise OSError("the power is gone")
         return sample(self, part, *args, **more)
 
-    monkeypatch.setattr(Rollouts, "sample", counted)
+    monkeypatch.setattr(Rollouts, "sample", fake_sample)
     workdir = tmp_path / "run"
     assert verdicts(workdir, student) == 2 and "the power is gone" in capsys.readouterr().err
     first = (workdir / "verdicts.jsonl").read_text()
-    assert [json.loads(line)["task"] for line in first.splitlines()] == asked[0]
+    assert [json.loads(line)["task"] for line in first.splitlines()] == calls[0]
     with open(workdir / "verdicts.jsonl", "a") as file:
         file.write('{"task": "')  # killed as it wrote
     assert verdicts(workdir, student) == 0
-    whole = (workdir / "verdicts.jsonl").read_text()
-    assert whole.startswith(first) and asked[2] == asked[1]
+    complete = (workdir / "verdicts.jsonl").read_text()
+    assert complete.startswith(first) and calls[2] == calls[1]
     known = [task.id for task in tasks(SUMS)]
-    assert [json.loads(line)["task"] for line in whole.splitlines()] == known
-    assert verdicts(workdir, student) == 0 and (workdir / "verdicts.jsonl").read_text() == whole
+    assert [json.loads(line)["task"] for line in complete.splitlines()] == known
+    assert verdicts(workdir, student) == 0 and (workdir / "verdicts.jsonl").read_text() == complete
     capsys.readouterr()
     for fields, words in (
         ({"rollout.group": 4}, "rollout.group was 16, is 4"),
@@ -137,7 +135,7 @@ def test_what_was_stopped_goes_on_and_what_is_another_run_is_refused(
 
 
 @pytest.mark.slow
-def test_what_the_environment_failed_is_no_try(tmp_path, student, capsys, monkeypatch):
+def test_environment_failure_counts_as_no_try(tmp_path, student, capsys, monkeypatch):
     judge = rl_reasoning.Verifiers.__call__
     failing = {task.id for task in list(tasks(SUMS))[:3]}
 

@@ -1,4 +1,4 @@
-"""The benchmark compares outputs under the same choices, and says how close each choice was."""
+"""The benchmark compares outputs under the same choices, and reports the gap of each choice."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def golden():
 
 
 @pytest.fixture(scope="module")
-def traced(golden):
+def traced_forward(golden):
     ones = np.ones_like(golden.tokens)
     positions = np.broadcast_to(np.arange(ones.shape[1], dtype=np.int32), ones.shape)
     return goldens.traced_forward(golden.cfg)(golden.params, golden.tokens, ones, positions)
@@ -31,31 +31,31 @@ def follow(golden, keys, experts):
     return np.asarray(logits), apart
 
 
-def chosen(traced):
-    inside = traced[1]
+def chosen(traced_forward):
+    inside = traced_forward[1]
     return [k.copy() for k in inside["topk"]], [r.expert_ids.copy() for r in inside["routing"]]
 
 
 @pytest.mark.slow
-def test_our_own_choices_change_nothing(golden, traced):
-    logits, apart = follow(golden, *chosen(traced))
-    np.testing.assert_allclose(logits, traced[0].logits, atol=1e-5)
+def test_traced_choices_keep_logits(golden, traced_forward):
+    logits, apart = follow(golden, *chosen(traced_forward))
+    np.testing.assert_allclose(logits, traced_forward[0].logits, atol=1e-5)
     assert {a.count for layers in apart.values() for a in layers} == {0}
 
 
 @pytest.mark.slow
-def test_another_key_is_followed_and_its_gap_told(golden, traced):
-    keys, experts = chosen(traced)
+def test_follows_another_key_and_reports_gap(golden, traced_forward):
+    keys, experts = chosen(traced_forward)
     query, layer = golden.tokens.shape[1] - 1, 1
     row = keys[layer][0, query]
-    scores = np.asarray(traced[1]["index_scores"][layer][0, query])
+    scores = np.asarray(traced_forward[1]["index_scores"][layer][0, query])
     other = min(set(range(query + 1)) - set(row.tolist()))
     dropped = row[0]
     keys[layer][0, query] = np.sort(np.where(row == dropped, other, row))
     logits, apart = follow(golden, keys, experts)
-    assert np.abs(logits - traced[0].logits)[0, query].max() > 1e-4
+    assert np.abs(logits - traced_forward[0].logits)[0, query].max() > 1e-4
     assert [a.count for a in apart["keys"]][: layer + 1] == [0, 1]
-    visible = traced[1]["index_scores"][layer]
+    visible = traced_forward[1]["index_scores"][layer]
     picked = np.where(keys[layer] < 0, 0, keys[layer])
     largest = np.abs(np.take_along_axis(visible, picked, -1)).max()
     gap = (scores[dropped] - scores[other]) / max(largest, abs(scores[dropped]))
@@ -63,16 +63,16 @@ def test_another_key_is_followed_and_its_gap_told(golden, traced):
 
 
 @pytest.mark.slow
-def test_another_expert_is_followed(golden, traced):
-    keys, experts = chosen(traced)
+def test_follows_another_expert(golden, traced_forward):
+    keys, experts = chosen(traced_forward)
     unused = min(set(range(golden.cfg.n_routed_experts)) - set(experts[0][-1].tolist()))
     experts[0][-1, 0] = unused
     logits, apart = follow(golden, keys, experts)
-    assert np.abs(logits - traced[0].logits)[-1, -1].max() > 1e-4
+    assert np.abs(logits - traced_forward[0].logits)[-1, -1].max() > 1e-4
     assert apart["experts"][0].count == 1 and apart["experts"][0].gap > 0
 
 
-def test_the_gap_is_from_the_best_left_out_to_the_worst_taken():
+def test_gap_is_between_best_omitted_and_worst_chosen():
     scores = jnp.array([5.0, 4, 3, -8, 1])
     count, gap, largest = choice_differences(scores, jnp.array([0, 1, 2]), jnp.array([0, 3, 4]))
     assert (int(count), float(gap), float(largest)) == (2, 12, 8)

@@ -1,4 +1,4 @@
-"""Arms that learn from tokens and from text: what encoding anew makes of a chat, and the arms in a few steps."""
+"""Arms that train on tokens and on text: re-encoded chats, and the arms for a few steps."""
 
 import dataclasses
 import functools
@@ -48,13 +48,13 @@ def config(length: int = 2048):
 
 
 def ids_of(*pieces: str) -> list[int]:
-    """A token for each piece: a marker, a pair of digits or a byte."""
+    """Returns a token for each piece: a marker, a pair of digits or a byte."""
     known = {tokenizer().bytes_of(i): i for i in range(tokenizer().vocab_size)}
     return [known[piece.encode()] for piece in pieces]
 
 
 def chat(task: Task, *replies: tuple[str, ...], cut: bool = False):
-    """(attempt, record) of a task whose replies are these tokens; a tool answers "5" to all but the last. Log-probs are
+    """Returns (attempt, record) of a task whose replies are these tokens; a tool answers "5" to all but the last. Log-probs are
     -1, -2, ... of each reply."""
     session, messages = Session(tokenizer()), []
     for turn, pieces in enumerate(replies):
@@ -71,71 +71,74 @@ def chat(task: Task, *replies: tuple[str, ...], cut: bool = False):
     return Attempt(messages=tuple(messages), finish_reason="length" if cut else "stop"), record
 
 
-def again(task: Task, *replies: tuple[str, ...], cut: bool = False):
-    """(record before, record behind, what was found)."""
+def reencode_chat(task: Task, *replies: tuple[str, ...], cut: bool = False):
+    """Returns (record before, re-encoded record, counts)."""
     attempt, record = chat(task, *replies, cut=cut)
     return record, *reencode(task, attempt, record, config(), tokenizer())
 
 
-def trained(record) -> list[tuple[int, float, int]]:
-    """(id, log-prob, version) of what is learnt."""
-    own = record.loss_mask == 1
+def trained_tokens(record) -> list[tuple[int, float, int]]:
+    """Returns (id, log-prob, version) of the tokens with a loss."""
+    mask = record.loss_mask == 1
     streams = record.token_ids, record.rollout_logp, record.weight_version
-    return list(zip(*(stream[own].tolist() for stream in streams)))
+    return list(zip(*(stream[mask].tolist() for stream in streams)))
 
 
 @pytest.mark.parametrize("cut", (False, True))
-def test_what_an_encoder_would_write_stays_as_it_is(cut):
+def test_keeps_canonical_tokens(cut):
     pieces = ("12", "2") if cut else ("12", "2", "<|user|>")
-    record, found, counts = again(TASK, pieces, cut=cut)
+    record, encoded, counts = reencode_chat(TASK, pieces, cut=cut)
     for name, stream in record.streams().items():
-        np.testing.assert_array_equal(getattr(found, name), stream)
+        np.testing.assert_array_equal(getattr(encoded, name), stream)
     assert counts == ReencodingCounts(1, 0, len(pieces), 0)
 
 
-def test_log_probs_keep_their_places_and_what_is_too_many_is_dropped():
-    record, found, counts = again(TASK, ("1", "2", "2", "<|user|>"))
+def test_merged_tokens_keep_first_log_probs():
+    record, encoded, counts = reencode_chat(TASK, ("1", "2", "2", "<|user|>"))
     [twelve, two, stop] = ids_of("12", "2", "<|user|>")
-    assert trained(found) == [(twelve, -1, 0), (two, -2, 0), (stop, -3, 0)]
-    # The second place has a 2 before and behind.
+    assert trained_tokens(encoded) == [(twelve, -1, 0), (two, -2, 0), (stop, -3, 0)]
+    # The second position has a 2 before and after.
     assert counts == ReencodingCounts(1, 1, 4, 3)
     prompt = len(record) - 4
-    assert (found.token_ids[:prompt] == record.token_ids[:prompt]).all()
-    assert not found.loss_mask[:prompt].any()
+    assert (encoded.token_ids[:prompt] == record.token_ids[:prompt]).all()
+    assert not encoded.loss_mask[:prompt].any()
 
 
-def test_tokens_without_a_log_prob_have_zero():
-    _, found, counts = again(TASK, ("5", "[MASK]", "<|user|>"))
+def test_split_tokens_get_zero_log_prob():
+    _, encoded, counts = reencode_chat(TASK, ("5", "[MASK]", "<|user|>"))
     spelled = ids_of("5", *"[MASK]", "<|user|>")
     logp = [-1.0, -2.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert trained(found) == [(i, x, 0) for i, x in zip(spelled, logp)]
+    assert trained_tokens(encoded) == [(i, x, 0) for i, x in zip(spelled, logp)]
     assert counts == ReencodingCounts(1, 1, 3, 2)
 
 
-def test_each_reply_of_a_chat_is_by_itself():
+def test_reencodes_each_reply_separately():
     task = dataclasses.replace(TASK, tools=(ADD,))
     call = ("<tool_call>", "a", "d", "d", "<arg_key>", "a", "</arg_key>", "<arg_value>")
     rest = ("</arg_value>", "</tool_call>", "<|observation|>")
-    record, found, counts = again(task, (*call, "1", "2", *rest), ("12", "<|user|>"))
+    record, encoded, counts = reencode_chat(task, (*call, "1", "2", *rest), ("12", "<|user|>"))
     first, second = ids_of(*call, "12", *rest), ids_of("12", "<|user|>")
     want = [(i, -1.0 - place, 0) for place, i in enumerate(first)]
-    assert trained(found) == [*want, *((i, -1.0 - place, 1) for place, i in enumerate(second))]
+    assert trained_tokens(encoded) == [
+        *want,
+        *((i, -1.0 - place, 1) for place, i in enumerate(second)),
+    ]
     assert counts == ReencodingCounts(2, 1, 15, 13 - len(call))
-    assert len(found) == len(record) - 1
-    # The tool's answer and the prompt behind it are read, in both.
-    assert (found.loss_mask[-6:] == record.loss_mask[-6:]).all()
-    assert (found.token_ids[-6:] == record.token_ids[-6:]).all()
+    assert len(encoded) == len(record) - 1
+    # The tool's answer and the prompt after it are equal in both records.
+    assert (encoded.loss_mask[-6:] == record.loss_mask[-6:]).all()
+    assert (encoded.token_ids[-6:] == record.token_ids[-6:]).all()
 
 
-def test_a_row_is_the_end():
+def test_cuts_record_at_row_length():
     attempt, record = chat(TASK, ("5", "[MASK]", "<|user|>"))
-    found, _ = reencode(TASK, attempt, record, config(), tokenizer())
+    encoded, _ = reencode(TASK, attempt, record, config(), tokenizer())
     cut, _ = reencode(TASK, attempt, record, config(len(record)), tokenizer())
-    assert len(cut) == len(record) < len(found)
-    assert (cut.token_ids == found.token_ids[: len(record)]).all()
+    assert len(cut) == len(record) < len(encoded)
+    assert (cut.token_ids == encoded.token_ids[: len(record)]).all()
 
 
-def test_what_the_environment_broke_stays():
+def test_keeps_record_of_failed_environment():
     attempt, record = chat(TASK, ("1", "2", "<|user|>"))
     failed = Attempt(messages=attempt.messages, finish_reason="failed", error="it is down")
     same, counts = reencode(TASK, failed, record, config(), tokenizer())
@@ -143,7 +146,7 @@ def test_what_the_environment_broke_stays():
 
 
 @pytest.mark.parametrize("variant", ("tiny", "tools"))
-def test_arms_differ_in_what_they_learn_from_alone(variant):
+def test_arms_differ_only_in_training_records(variant):
     arms = text_in_text_out.get_config(variant)
     base = arms[TOKENS].stages[-1]
     assert list(arms) == list(ARMS) and base.max_staleness == 0
@@ -156,7 +159,7 @@ def test_arms_differ_in_what_they_learn_from_alone(variant):
         dataclasses.replace(base, trained_on="sound")
 
 
-def test_a_policy_after_sft_needs_a_life(tmp_path):
+def test_policy_after_sft_needs_lifecycle_workdir(tmp_path):
     arm = text_in_text_out.get_config("tools")[TOKENS]
     with pytest.raises(ValueError, match="has no folder 'sft'; give the workdir of a life"):
         with_weights(arm, tmp_path)
@@ -165,7 +168,7 @@ def test_a_policy_after_sft_needs_a_life(tmp_path):
 
 
 @pytest.mark.parametrize("correction", ("icepop", "double_sided", "ppo"))
-def test_text_again_is_learnt_as_if_the_learner_had_sampled_it(correction):
+def test_reencoded_text_uses_learner_log_probs(correction):
     rng = np.random.default_rng(0)
     logp, streams = (
         -rng.random((2, 5)).astype(np.float32),
@@ -176,20 +179,20 @@ def test_text_again_is_learnt_as_if_the_learner_had_sampled_it(correction):
         },
     )
     policy = PolicyConfig(correction=correction)
-    loss, told = LearnerLogpLoss(policy)(logp, streams)
+    loss, metrics = LearnerLogpLoss(policy)(logp, streams)
     want, _ = PolicyLoss(policy)(logp, streams | {"rollout_logp": logp})
     other, seen = PolicyLoss(policy)(logp, streams)
     for part in ("rl", "ref_kl"):
         np.testing.assert_array_equal(loss[part], want[part])
         assert np.abs(loss[part] - other[part]).max() > 0.1
-    assert np.abs(told["abs_logratio"]).max() == 0 < 1 < seen["abs_logratio"].max()
-    assert not told["clip_frac_low"].any() and not told["clip_frac_high"].any()
+    assert np.abs(metrics["abs_logratio"]).max() == 0 < 1 < seen["abs_logratio"].max()
+    assert not metrics["clip_frac_low"].any() and not metrics["clip_frac_high"].any()
 
 
 @pytest.mark.slow
-def test_arms_sample_alike_and_learn_from_other_records(tmp_path, monkeypatch):
+def test_arms_sample_equally_and_train_on_different_records(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)
-    found, steps = {}, SharedSteps()
+    rows_of, steps = {}, SharedSteps()
     arms = text_in_text_out.get_config("tiny")
     for number, name in enumerate((TOKENS, IN_PLACE)):
         trial = with_weights(arms[name], tmp_path).trial(seed=0)
@@ -206,15 +209,15 @@ def test_arms_sample_alike_and_learn_from_other_records(tmp_path, monkeypatch):
             compare_interval=1,
         )
         stage.make_stage(tmp_path / str(number), step_maker=steps).run()
-        found[name] = read(tmp_path / str(number))
+        rows_of[name] = read(tmp_path / str(number))
         row = text_in_text_out.measure(trial, tmp_path / str(number))
         assert 0 < row["tokens"] <= 1 and 0 < row["replies_end"] <= 1
         assert row["apart"] <= row["apart_max"]
 
     def of(arm, name):
-        return column(found[arm], name)[1]
+        return column(rows_of[arm], name)[1]
 
-    # A policy with random weights writes bytes that no chat gives back.
+    # A policy with random weights writes bytes that decoding does not preserve.
     assert of(TOKENS, "text/replies")[0] > 0.5
     for name in ("reward/mean", "text/replies", "text/tokens"):
         assert of(TOKENS, name)[0] == of(IN_PLACE, name)[0]
@@ -225,7 +228,7 @@ def test_arms_sample_alike_and_learn_from_other_records(tmp_path, monkeypatch):
     assert of(TOKENS, "loss/rl")[0] != of(IN_PLACE, "loss/rl")[0]
 
 
-def test_the_verdicts_compare_seed_by_seed():
+def test_verdicts_compare_by_seed():
     rows = {
         name: [
             {
@@ -244,18 +247,18 @@ def test_the_verdicts_compare_seed_by_seed():
         for place, name in enumerate(ARMS)
     }
     curve = {name: [([1, 2], [0.1, 0.2])] * 3 for name in ARMS}
-    found = text_in_text_out.finding(rows, curve, curve, "command")
-    ids, log_probs, in_place, own = found.verdicts
+    result = text_in_text_out.finding(rows, curve, curve, "command")
+    ids, log_probs, in_place, reencoded = result.verdicts
     assert ids.index("50.0") < ids.index("40.0") < ids.index("30.0") < ids.index("20.0")
     assert "met, 1.0e-06 nats on average and 1.0e-05 at most" in log_probs
     assert "text in place 2.0e+00 nats on average and 9.0e+00 at most" in log_probs
-    assert "met (+0.100 ± 0.000" in in_place and "met (+0.200 ± 0.000" in own
+    assert "met (+0.100 ± 0.000" in in_place and "met (+0.200 ± 0.000" in reencoded
     assert "greedy, held out: not met (-0.050 ± 0.000" in in_place
-    [table] = found.tables
+    [table] = result.tables
     assert table.rows[1][:6] == (IN_PLACE, "50.0, 30.0", "40.0, 20.0", "2.0e+00", "9.0e+00", "2.0")
     rows[TOKENS][0] |= {"apart_max": 0.5}
     for row in sum(rows.values(), []):
         row["reward"] = None  # nothing was held out
-    found = text_in_text_out.finding(rows, curve, curve, "command")
-    assert "not met" in found.verdicts[1] and "greedy" not in found.verdicts[2]
-    assert found.tables[0].rows[0][-1] == "-"
+    result = text_in_text_out.finding(rows, curve, curve, "command")
+    assert "not met" in result.verdicts[1] and "greedy" not in result.verdicts[2]
+    assert result.tables[0].rows[0][-1] == "-"

@@ -1,4 +1,4 @@
-"""Other rules of selection: what each of them takes, that the forward is the model's, and the verdicts."""
+"""Other rules of selection: their keys, the equality of the forward, and the verdicts."""
 
 import dataclasses
 import functools
@@ -36,27 +36,27 @@ KEYS = [jax.random.key(i) for i in range(3)]
 
 
 def index_of(t=12, seed=0, heads=8):
-    """An index of one row, whose keys are seldom tied."""
+    """Returns an index of one row with few tied keys."""
     rng = np.random.default_rng(seed)
     shapes = ((1, t, heads, 8), (1, t, heads), (1, t, 8))
     return Index(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes))
 
 
-def wanted(index, k):
-    """What the exact rule takes, by the oracle."""
+def exact_keys(index, k):
+    """Returns the keys of the exact rule, by the oracle."""
     scores, _ = indexer_kl.index_scores(*(np.asarray(x, np.float64) for x in index))
     seen = attention.visible_keys(np.ones(scores.shape[:2], int))
     return indexer.select(scores, seen, k)
 
 
 @pytest.mark.parametrize("rule", [exact, lax_top_k, random_ties, approx_native])
-def test_without_ties_and_in_short_rows_all_take_the_best(rule):
+def test_all_rules_take_best_keys_without_ties(rule):
     index = index_of()
-    np.testing.assert_array_equal(rule(index, 0, NONE, 4, KEYS[0]), wanted(index, 4))
+    np.testing.assert_array_equal(rule(index, 0, NONE, 4, KEYS[0]), exact_keys(index, 4))
 
 
 @pytest.mark.slow
-def test_a_rule_knows_documents_and_where_the_queries_begin():
+def test_rules_respect_documents_and_query_offset():
     index = index_of()
     segments = np.array([[1] * 7 + [2] * 4 + [0]])
     seen = attention.visible_keys(segments)
@@ -69,7 +69,7 @@ def test_a_rule_knows_documents_and_where_the_queries_begin():
 
 
 @pytest.mark.slow
-def test_chance_decides_between_equal_scores_and_nothing_else():
+def test_random_ties_change_only_equal_scores():
     index = index_of(t=40)
     same = index._replace(k=index.k.at[:, 10:30].set(index.k[:, :1]))  # 21 equal scores
     right = exact(same, 0, NONE, 6, KEYS[0])
@@ -88,18 +88,18 @@ def test_chance_decides_between_equal_scores_and_nothing_else():
 @pytest.mark.slow
 def test_rounded_scores_tie_more_often():
     index = index_of(t=200)
-    found = [np.asarray(rounded_ties(index, 0, NONE, 8, key)) for key in KEYS]
+    rounded = [np.asarray(rounded_ties(index, 0, NONE, 8, key)) for key in KEYS]
     again = [np.asarray(random_ties(index, 0, NONE, 8, key)) for key in KEYS]
-    assert topk_determinism.differing_share(found[0][None], found[1][None]) > 0.01
+    assert topk_determinism.differing_share(rounded[0][None], rounded[1][None]) > 0.01
     assert topk_determinism.differing_share(again[0][None], again[1][None]) == 0
 
 
-def test_groups_are_those_of_jax():
+def test_group_sizes_equal_those_of_jax():
     assert (group_size(131_072, 2048), group_size(202_752, 2048)) == (2, 4)
     assert group_size(128, 8) == 1
 
 
-def test_on_a_tpu_a_group_keeps_its_best_key():
+def test_tpu_rule_keeps_best_key_of_group():
     index = index_of(t=14)
     got = np.asarray(approx_on_tpu(index, 0, NONE, 3, None, size=3))
     scores, _ = indexer_kl.index_scores(*(np.asarray(x, np.float64) for x in index))
@@ -114,7 +114,7 @@ def test_on_a_tpu_a_group_keeps_its_best_key():
 @pytest.mark.parametrize(
     ("rule", "dtype"), [(in_bfloat16, "bfloat16"), (in_float8, "float8_e4m3fn")]
 )
-def test_a_coarser_index_is_the_exact_rule_on_rounded_numbers(rule, dtype):
+def test_coarse_index_equals_exact_rule_on_rounded_numbers(rule, dtype):
     index = index_of(t=200)
 
     def rounded(x):
@@ -123,9 +123,9 @@ def test_a_coarser_index_is_the_exact_rule_on_rounded_numbers(rule, dtype):
         return np.asarray((x / scale).astype(jnp.dtype(dtype)), np.float64) * scale
 
     coarse = Index(rounded(index.q), index.w, rounded(index.k))
-    got, want = np.asarray(rule(index, 0, NONE, 4, None)), wanted(coarse, 4)
-    assert np.mean(np.all(got == want, -1)) > 0.95  # the others are tied but for the last bits
-    assert np.any(got != wanted(index, 4))
+    got, want = np.asarray(rule(index, 0, NONE, 4, None)), exact_keys(coarse, 4)
+    assert np.mean(np.all(got == want, -1)) > 0.95  # the others are ties up to the last bits
+    assert np.any(got != exact_keys(index, 4))
 
 
 @functools.cache
@@ -138,7 +138,7 @@ def rows(b=2, t=24):
 
 
 @pytest.mark.slow
-def test_under_the_exact_rule_it_is_the_models_forward_bit_by_bit():
+def test_exact_rule_equals_forward_bitwise():
     layers = glm5.unstack(weights(), CFG)
     out = train(layers, rows(), CFG, exact, KEYS[0])
     model = jax.jit(lambda p, x: glm5.forward(p, x, CFG).logits)(layers, rows())
@@ -148,17 +148,17 @@ def test_under_the_exact_rule_it_is_the_models_forward_bit_by_bit():
 
 
 @pytest.mark.slow
-def test_a_rollout_is_the_same_row_token_by_token():
+def test_rollout_equals_training_row():
     layers = glm5.unstack(weights(), CFG)
-    whole = train(layers, rows(), CFG, exact, KEYS[0])
+    full = train(layers, rows(), CFG, exact, KEYS[0])
     rolled = rollout(layers, rows(), CFG, exact, KEYS[0], 32)
-    np.testing.assert_array_equal(whole.topk, rolled.topk)
-    np.testing.assert_allclose(whole.logits, rolled.logits, atol=2e-5)
+    np.testing.assert_array_equal(full.topk, rolled.topk)
+    np.testing.assert_allclose(full.logits, rolled.logits, atol=2e-5)
     other = train(layers, rows(), CFG, lambda *args: exact(*args) * 0, KEYS[0])
-    assert np.abs(other.logits - whole.logits).max() > 1e-3  # the selection decides
+    assert np.abs(other.logits - full.logits).max() > 1e-3  # the selection decides
 
 
-def test_what_differs_is_counted_where_keys_are_left_out():
+def test_counts_differences_only_where_keys_are_omitted():
     one = np.zeros((1, 1, 6, 2), int)
     one[..., 1] = 1
     other = one.copy()
@@ -170,8 +170,8 @@ def test_what_differs_is_counted_where_keys_are_left_out():
 
 
 @pytest.mark.slow
-def test_the_rules_are_compared_on_trained_weights(tmp_path, monkeypatch):
-    """Of a folder with the weights and the tokenizer of a model; two rules are enough to see."""
+def test_compares_rules_on_trained_weights(tmp_path, monkeypatch):
+    """Reads a folder with the weights and the tokenizer of a model, for two rules."""
     monkeypatch.setattr(retriever, "CURRICULUM", ((36, 1),))
     setup = dataclasses.replace(topk_determinism.get_config(), top_k=4, capacity=48, rows=3)
     trial = topk_determinism.arm(setup, tmp_path).trial(seed=1)
@@ -190,7 +190,7 @@ def test_the_rules_are_compared_on_trained_weights(tmp_path, monkeypatch):
     assert {*row["tied"]} == {"float32", "bfloat16"}
 
 
-def made_up(exact_logp=1e-7, twice=0.0):
+def fake_row(exact_logp=1e-7, twice=0.0):
     def rule(mean, rolled, twice):
         return {
             "twice": twice,
@@ -217,19 +217,19 @@ def made_up(exact_logp=1e-7, twice=0.0):
         ({"twice": 1e-3}, "they differ: not met", "below 1e-06: met"),
     ],
 )
-def test_the_verdicts_follow_the_rows(fields, first, second):
-    found = topk_determinism.finding(topk_determinism.get_config(), made_up(**fields), "command")
-    assert first in found.verdicts[0] and found.verdicts[1].endswith(second)
-    assert "random ties: 50.00% of the sets differ" in found.verdicts[2]
-    assert "10.00% ± 0.00%" in found.verdicts[3] and "30.00%" in found.verdicts[3]
-    sets, logs = found.tables
+def test_verdicts_follow_rows(fields, first, second):
+    result = topk_determinism.finding(topk_determinism.get_config(), fake_row(**fields), "command")
+    assert first in result.verdicts[0] and result.verdicts[1].endswith(second)
+    assert "random ties: 50.00% of the sets differ" in result.verdicts[2]
+    assert "10.00% ± 0.00%" in result.verdicts[3] and "30.00%" in result.verdicts[3]
+    sets, logs = result.tables
     assert (
         [row[0] for row in sets.rows] == [row[0] for row in logs.rows] == ["exact", "random ties"]
     )
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
-def test_the_model_becomes_sparse_after_its_indexers_have_learnt(variant, tmp_path):
+def test_model_becomes_sparse_after_indexer_warm_up(variant, tmp_path):
     setup = topk_determinism.get_config(variant)
     stages = topk_determinism.arm(setup, tmp_path).stages
     assert [s.model.attention for s in stages] == ["dense"] * (len(stages) - 1) + ["sparse"]

@@ -7,14 +7,14 @@
 Each case has the messages, tools and options, the ids by the shipped tokenizer and, where all reasoning is
 kept, which of them the model samples.
 
-Of GLM-4.5 only the text is taken: its renderer encodes each part by itself, where a tokenizer that reads the
-rendered text does not; and a single call per message, as it leaves out the line end before a second one, which
-the published template has. Which ids are sampled is not: there it is at odds with its own prompt, which ends
-in `<|assistant|>` with thinking and in `<think></think>` without, and has the line end behind the former unsampled
-and the latter sampled.
+Cases of GLM-4.5 have only the text, and at most one call per message:
+- Its renderer encodes each part separately, where a tokenizer encodes the rendered text.
+- It omits the line end before a second call, which the published template has.
+- Its mask of sampled ids contradicts its prompt. That ends in `<|assistant|>` with thinking and in `<think></think>`
+  without, but the line end after the former is unsampled and after the latter sampled.
 
-Of GLM-5.2 the package has no renderer. That of GLM-5.3 lays out the same with thinking on, reasoning in its
-own field and calls without ids, and stands for it; without thinking there is none.
+The package has no renderer of GLM-5.2. That of GLM-5.3 gives the same text with thinking on, reasoning in a separate
+field and calls without ids, so it is used for these cases. There are no cases without thinking.
 """
 
 import json
@@ -31,8 +31,8 @@ from renderers.glm5 import GLM5Renderer, GLM51Renderer, GLM53Renderer
 from renderers.glm45 import GLM45Renderer
 from transformers import PreTrainedTokenizerFast
 
-HERE = pathlib.Path(__file__).parent
-TOKENIZER = HERE.parents[1] / "glm5_jax" / "data" / "assets" / "tokenizer.json"
+FOLDER = pathlib.Path(__file__).parent
+TOKENIZER = FOLDER.parents[1] / "glm5_jax" / "data" / "assets" / "tokenizer.json"
 VARIANTS = {
     "glm5": (GLM5Renderer, GLM5RendererConfig),
     "glm5.1": (GLM51Renderer, GLM51RendererConfig),
@@ -57,8 +57,8 @@ WORDS = [
 CASES = 24
 
 
-def text(r, most=4) -> str:
-    return "".join(r.choices(WORDS, k=r.randrange(most + 1)))
+def text(r, max_words=4) -> str:
+    return "".join(r.choices(WORDS, k=r.randrange(max_words + 1)))
 
 
 def call(r, i) -> dict:
@@ -67,27 +67,27 @@ def call(r, i) -> dict:
     return {"type": "function", "function": {"name": f"f{i}", "arguments": arguments}}
 
 
-def messages(r, most_calls, inline=True) -> list[dict]:
-    found = [{"role": "system", "content": text(r)}] * (r.random() < 0.5)
+def messages(r, max_calls, inline=True) -> list[dict]:
+    conversation = [{"role": "system", "content": text(r)}] * (r.random() < 0.5)
     for _ in range(r.randrange(1, 4)):
-        found.append({"role": "user", "content": text(r, 6)})
+        conversation.append({"role": "user", "content": text(r, 6)})
         while r.random() < 0.6:
             message = {"role": "assistant", "content": text(r)}
             if r.random() < 0.5:
                 message["reasoning_content"] = text(r)
             elif inline and r.random() < 0.3:
                 message["content"] = f"<think>{text(r)}</think>{text(r)}"
-            if count := r.randrange(most_calls + 1):
+            if count := r.randrange(max_calls + 1):
                 message["tool_calls"] = [call(r, i) for i in range(count)]
             results = [{"role": "tool", "content": text(r)} for _ in range(r.randrange(count + 1))]
-            found += [message, *results]
-    return found
+            conversation += [message, *results]
+    return conversation
 
 
 def case(r, variant, tokenizer) -> dict:
     renderer, config = VARIANTS[variant]
     tool = {"name": "f0", "description": text(r), "strict": True, "parameters": {"type": "object"}}
-    made = {
+    record = {
         "variant": variant,
         "messages": messages(r, 1 if variant == "glm4.5" else 2, variant != "glm5.2"),
         "tools": r.choice([None, [{"type": "function", "function": tool}]]),
@@ -97,20 +97,22 @@ def case(r, variant, tokenizer) -> dict:
     }
     options = {}
     if variant == "glm5.2":
-        made["reasoning_effort"] = options["reasoning_effort"] = r.choice(["high", "max"])
+        record["reasoning_effort"] = options["reasoning_effort"] = r.choice(["high", "max"])
     else:
-        options["enable_thinking"] = made["enable_thinking"]
+        options["enable_thinking"] = record["enable_thinking"]
     if variant != "glm4.5":
-        options["clear_thinking"] = made["clear_thinking"]
-    found = renderer(tokenizer, config(**options)).render(
-        made["messages"], tools=made["tools"], add_generation_prompt=made["add_generation_prompt"]
+        options["clear_thinking"] = record["clear_thinking"]
+    rendered = renderer(tokenizer, config(**options)).render(
+        record["messages"],
+        tools=record["tools"],
+        add_generation_prompt=record["add_generation_prompt"],
     )
     if variant == "glm4.5":
-        return made | {"text": tokenizer.decode(found.token_ids)}
-    made["ids"] = [int(i) for i in found.token_ids]
-    if not made["clear_thinking"]:
-        made["sampled"] = [int(x) for x in found.sampled_mask]
-    return made
+        return record | {"text": tokenizer.decode(rendered.token_ids)}
+    record["ids"] = [int(i) for i in rendered.token_ids]
+    if not record["clear_thinking"]:
+        record["sampled"] = [int(x) for x in rendered.sampled_mask]
+    return record
 
 
 def main() -> None:
@@ -120,7 +122,7 @@ def main() -> None:
     r = random.Random(0)
     cases = [case(r, variant, tokenizer) for variant in VARIANTS for _ in range(CASES)]
     lines = ",\n".join(json.dumps(c, ensure_ascii=False) for c in cases)
-    (HERE / "chats.json").write_text(f"[\n{lines}\n]\n", "utf-8")
+    (FOLDER / "chats.json").write_text(f"[\n{lines}\n]\n", "utf-8")
 
 
 if __name__ == "__main__":

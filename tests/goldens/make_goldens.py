@@ -1,13 +1,12 @@
-"""Makes the goldens hf_tiny_c and hf_tiny_d: random tiny checkpoints and what transformers computes.
+"""Makes the goldens hf_tiny_c and hf_tiny_d: random tiny checkpoints and the outputs of transformers.
 
-Runs in an environment of its own, with torch 2.13.0 (CPU), transformers 5.23.0, numpy 2.4.6 and
-safetensors 0.8.0, never in the project's:
+Runs in a separate environment with torch 2.13.0 (CPU), transformers 5.23.0, numpy 2.4.6 and safetensors 0.8.0:
 
     python tests/goldens/make_goldens.py tests/goldens hf_tiny_c hf_tiny_d
 
 It draws weights and prompts from seeds until no decision (selected key, expert, group, next token)
-is a near tie, in float32 and in a float64 twin, checks that the two decide alike, and writes the
-checkpoint, arrays.npz, grads.npz and meta.json. README.md beside it explains every array.
+is a near tie, in float32 and in a float64 twin. It checks that the two decide alike, and writes the
+checkpoint, arrays.npz, grads.npz and meta.json. README.md explains every array.
 """
 
 import contextlib
@@ -129,7 +128,7 @@ def wide():
 
 
 def build(spec):
-    """A fresh model of the golden, eager everywhere, weights as its class initialises them."""
+    """Returns a fresh model of the golden, eager everywhere, with the weights of its class's initialisation."""
     config_class, model_class = (getattr(transformers, name) for name in spec["classes"])
     config = config_class(
         **spec["config"], bos_token_id=None, eos_token_id=[1, 2], pad_token_id=PAD
@@ -138,14 +137,14 @@ def build(spec):
 
 
 def eager(model):
-    """The plain loops: the other paths add rounding of their own and want aligned sizes."""
+    """Selects the plain loops, because the other paths add rounding and need aligned sizes."""
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
     return model.eval()
 
 
 def random_array(rng, name, shape):
-    """Weights large enough that every term of the model shows in its output."""
+    """Returns weights large enough that every term of the model shows in its output."""
     noise = rng.standard_normal(shape)
     if name.endswith("e_score_correction_bias"):
         return 0.3 * noise
@@ -169,8 +168,8 @@ def randomise(model, seed):
             tensor.copy_(torch.from_numpy(random_array(rng, name, tuple(tensor.shape))))
 
 
-def widened(spec, model):
-    """The float64 twin: the same weights, every computation in float64. Call it inside wide()."""
+def float64_twin(spec, model):
+    """Returns the float64 twin: the same weights, every computation in float64. Call it inside wide()."""
     twin = build(spec).double()
     twin.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
     if spec["config"].get("tie_word_embeddings"):
@@ -182,7 +181,7 @@ def widened(spec, model):
 
 
 @contextlib.contextmanager
-def watched(model):
+def watch_layers(model):
     """Collects what the layers compute: a dict of lists, in layer order."""
     seen = {name: [] for name in ("attn", "mlp", "topk", "scores", "router")}
     handles = []
@@ -234,15 +233,15 @@ def positions_of(mask):
 
 
 def visible_keys(mask):
-    """bool [b t s]: causal, and the key is no padding."""
+    """Returns bool [b t s]: causal, and the key is no padding."""
     t = mask.shape[1]
     return torch.ones(t, t, dtype=torch.bool).tril()[None] & mask.bool()[:, None]
 
 
 def run(model, ids, mask=None):
-    """One forward without a cache; a dict of arrays, and the smallest gap of every decision."""
+    """Runs one forward without a cache. Returns a dict of arrays, and the smallest gap of every decision."""
     mask = torch.ones_like(ids) if mask is None else mask
-    with torch.no_grad(), watched(model) as seen:
+    with torch.no_grad(), watch_layers(model) as seen:
         out = model.model(
             input_ids=ids,
             attention_mask=mask,
@@ -294,7 +293,7 @@ def run(model, ids, mask=None):
 
 
 def best_gap(values, k):
-    """Smallest distance between the k-th and the next best of rows that hold more than k values."""
+    """Returns the smallest distance between the k-th and the next best of rows with more than k values."""
     if values.shape[-1] <= k:
         return math.inf
     top = values.topk(k + 1, dim=-1).values
@@ -304,18 +303,20 @@ def best_gap(values, k):
 
 
 def router_gap(gate, router_logits):
-    """Smallest gap of a choice of experts or of groups, after the correction bias."""
+    """Returns the smallest gap of a choice of experts or of groups, after the correction bias."""
     biased = router_logits.sigmoid() + gate.e_score_correction_bias
     grouped = biased.view(len(biased), gate.num_group, -1)
     score = grouped.topk(2, dim=-1).values.sum(-1)
     gap = best_gap(score, gate.topk_group)
-    kept = torch.zeros_like(score).scatter(1, score.topk(gate.topk_group).indices, 1.0).bool()
-    biased = grouped.masked_fill(~kept[..., None], -math.inf).view_as(biased)
+    is_selected = (
+        torch.zeros_like(score).scatter(1, score.topk(gate.topk_group).indices, 1.0).bool()
+    )
+    biased = grouped.masked_fill(~is_selected[..., None], -math.inf).view_as(biased)
     return min(gap, best_gap(biased, gate.top_k))
 
 
 def continue_greedily(model, ids, mask, steps):
-    """(ids with `steps` more tokens, the logits each was taken from), through the KV cache."""
+    """Returns (ids with `steps` more tokens, the logits of each), computed with the KV cache."""
     mask = torch.ones_like(ids) if mask is None else mask
     cache = transformers.DynamicCache(config=model.config)
     new, taken = ids, []
@@ -336,7 +337,7 @@ def continue_greedily(model, ids, mask, steps):
 
 
 def loss_and_grads(model, ids):
-    """Mean next-token cross-entropy and its gradient by module name (None: no gradient)."""
+    """Returns mean next-token cross-entropy and its gradient by module name (None: no gradient)."""
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -348,7 +349,7 @@ def loss_and_grads(model, ids):
 
 
 def build_mtp(model, seed):
-    """The modules of one MTP layer: a MoE decoder layer, three norms and the projection."""
+    """Returns the modules of one MTP layer: a MoE decoder layer, three norms and the projection."""
     layer_class, norm_class = type(model.model.layers[-1]), type(model.model.norm)
     d, eps = model.config.hidden_size, model.config.rms_norm_eps
     parts = torch.nn.ModuleDict(
@@ -368,7 +369,7 @@ def build_mtp(model, seed):
 
 
 def run_mtp(model, parts, ids, final_hidden):
-    """[(hidden, logits)] of MTP_STEPS chained steps with the same weights."""
+    """Returns [(hidden, logits)] of MTP_STEPS chained steps with the same weights."""
     results, hidden = [], final_hidden
     with torch.no_grad():
         for k in range(1, MTP_STEPS + 1):
@@ -390,7 +391,7 @@ def run_mtp(model, parts, ids, final_hidden):
 
 
 def mtp_tensors(model, parts):
-    """The MTP layer under its released names, experts one by one, embedding and head repeated."""
+    """Returns the MTP layer under its released names: single experts, repeated embedding and head."""
     prefix = f"model.layers.{model.config.num_hidden_layers}"
     tensors = {
         f"{prefix}.embed_tokens.weight": model.model.embed_tokens.weight,
@@ -417,7 +418,7 @@ def mtp_tensors(model, parts):
 
 
 def draw(spec, attempt):
-    """Model, prompt and padded prompt of one attempt."""
+    """Returns model, prompt and padded prompt of one attempt."""
     model = build(spec)
     randomise(model, spec["seed"] + 1000 * attempt)
     rng = np.random.default_rng(spec["seed"] + 1000 * attempt + 1)
@@ -429,9 +430,9 @@ def draw(spec, attempt):
 
 
 def compute(model, spec, ids, padded, mask):
-    """Every array of one precision, the smallest gaps over all runs, and the cache's error.
+    """Returns every array of one precision, the smallest gaps over all runs, and the cache's error.
 
-    Stops early, with what it has, once a gap is a near tie.
+    Stops early, with partial results, after a gap that is a near tie.
     """
     arrays, gaps = run(model, ids)
     off_cache = 0.0
@@ -468,7 +469,7 @@ def near_tie(gaps):
 
 
 def find(spec):
-    """The first attempt whose every gap is wide enough."""
+    """Returns the first attempt with wide gaps in every decision."""
     for attempt in range(500):
         model, ids, padded, mask = draw(spec, attempt)
         arrays, gaps, off_cache = compute(model, spec, ids, padded, mask)
@@ -496,7 +497,7 @@ def make(name, folder):
     parts = build_mtp(model, spec["seed"] + 7) if spec["mtp"] else None
 
     with wide():
-        twin = widened(spec, model)
+        twin = float64_twin(spec, model)
         twin_arrays, _, _ = compute(twin, spec, ids, padded, mask)
         twin_arrays["loss"], twin_grads = loss_and_grads(twin, ids)
         if parts is not None:
@@ -577,7 +578,7 @@ def make(name, folder):
 
 
 def save_checkpoint(model, parts, spec, folder):
-    """What save_pretrained writes; with an MTP layer, in the released spelling and one file."""
+    """Writes the files of save_pretrained; with an MTP layer, in the released spelling and one file."""
     model.save_pretrained(folder, max_shard_size=spec["shard"])
     if parts is None:
         return

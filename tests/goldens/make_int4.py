@@ -1,11 +1,11 @@
-"""Writes int4.json: what compressed-tensors (Apache-2.0) makes of weights in pack-quantized int4, and reads.
+"""Writes int4.json: weights in pack-quantized int4, as compressed-tensors (Apache-2.0) writes and reads them.
 
     python -m venv /tmp/compressed
     /tmp/compressed/bin/pip install torch==2.13.0 compressed-tensors==0.20.0
     /tmp/compressed/bin/python tests/goldens/make_int4.py
 
-Rows of 16 and of 12 inputs, which do not fill their last int32, in groups of 4: the weights, their scales, the
-packed integers, the weights that come back, and the quantization_config.
+Rows have 16 and 12 inputs, which do not fill their last int32, in groups of 4. The file holds the weights, scales,
+the packed integers, the unpacked weights, and the quantization_config.
 """
 
 import json
@@ -23,7 +23,7 @@ GROUP, OUT = 4, 3
 
 
 def case(compressor, scheme, inputs: int) -> dict:
-    """One weight [OUT inputs] with a largest integer of 7 in every group, as `round_w4` has it."""
+    """Returns one weight [OUT inputs] with a largest integer of 7 in every group, as `round_w4` has it."""
     draw = torch.Generator().manual_seed(inputs)
     q = torch.randint(-6, 7, (OUT, inputs), generator=draw).float()
     q[:, ::GROUP] = 7 * torch.where(q[:, ::GROUP] < 0, -1.0, 1.0)
@@ -34,8 +34,8 @@ def case(compressor, scheme, inputs: int) -> dict:
     stored = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     back = compressor.decompress(stored, scheme)["weight"]
     assert back.dtype == torch.float32 and stored["weight_shape"].dtype == torch.int64
-    found = {name: x.tolist() for name, x in stored.items()}
-    return found | {"weight": weight.tolist(), "back": back.tolist()}
+    arrays = {name: x.tolist() for name, x in stored.items()}
+    return arrays | {"weight": weight.tolist(), "back": back.tolist()}
 
 
 def main():

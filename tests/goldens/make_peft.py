@@ -35,13 +35,13 @@ PARAMETERS = [
 
 
 def base():
-    """The model of hf_tiny_d, in float32."""
+    """Returns the model of hf_tiny_d in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     return eager(model)
 
 
-def widened(model):
-    """The same model in float64, the frequencies of its RoPE too."""
+def float64_twin(model):
+    """Returns the same model in float64, including the frequencies of its RoPE."""
     with wide():
         twin = eager(type(model)(model.config)).double()
     twin.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
@@ -58,7 +58,7 @@ def draw(model):
 
 
 def tidy():
-    """Removes what depends on the machine or on the order of a set."""
+    """Removes parts that depend on the machine or on the order of a set."""
     (GOLDEN / "README.md").unlink(missing_ok=True)
     (GOLDEN / "adapter_model.safetensors").chmod(0o644)
     file = GOLDEN / "adapter_config.json"
@@ -68,13 +68,13 @@ def tidy():
 
 
 def compute(model, ids):
-    """(logits, loss) of a prompt."""
+    """Returns (logits, loss) of a prompt."""
     out = model(input_ids=ids, labels=ids, use_cache=False)
     return out.logits, out.loss
 
 
 def under_saved_names(model):
-    """{name in adapter_model.safetensors: gradient} of every adapter."""
+    """Returns {name in adapter_model.safetensors: gradient} of every adapter."""
     return {
         name.replace(".default", ""): weight.grad.double().numpy()
         for name, weight in model.named_parameters()
@@ -108,7 +108,7 @@ def main():
     saved = load_file(GOLDEN / "adapter_model.safetensors")
     assert len(saved) == sum("lora_" in name for name, _ in model.named_parameters())
     # The float64 twin, and its gradients.
-    twin = peft.PeftModel.from_pretrained(widened(base()), GOLDEN, is_trainable=True).double()
+    twin = peft.PeftModel.from_pretrained(float64_twin(base()), GOLDEN, is_trainable=True).double()
     with wide():
         exact, loss = compute(twin, ids)
         loss.backward()

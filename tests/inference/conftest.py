@@ -1,4 +1,4 @@
-"""A real server on a free port of this machine, in a thread."""
+"""Fixtures that run a real server on a free port of this machine, in a thread."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ def long_model():
 
 @contextlib.contextmanager
 def serving(options=None, load=None, **config):
-    """A `Server` that listens; options: of its engine."""
+    """Runs a server. options: options of its engine."""
     options = dict(page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=LENGTH) | (
         options or {}
     )
@@ -39,14 +39,14 @@ def serving(options=None, load=None, **config):
 
 @pytest.fixture(scope="session")
 def server():
-    """One that all tests share, which must leave it as it was."""
-    with serving(load=lambda path: dict(glm5.params_of(model(int(path))))) as running:
-        yield running
+    """Runs one server for all tests. They must leave it unchanged."""
+    with serving(load=lambda path: dict(glm5.params_of(model(int(path))))) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="session")
 def long_server():
-    """A server of a one-layer model with long prompts; one shape for all prompts and one for all decodes."""
+    """Runs a server of a one-layer model with long prompts, one shape of prefills and one of decodes."""
     options = EngineConfig(
         page_size=128, max_num_seqs=4, prefill_chunk=512, min_prefill_bucket=512, max_length=512
     )
@@ -59,7 +59,7 @@ def long_server():
 
 @pytest.fixture
 def healthy(server):
-    """The shared server; in the end nothing runs and nothing is held."""
+    """Yields the shared server, and checks at the end that no request runs and no page is in use."""
     yield server
     engine = server.engine
     for _ in range(200):

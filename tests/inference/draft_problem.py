@@ -1,4 +1,4 @@
-"""A small model that drafts, one whose drafts are often accepted, and a test of distributions."""
+"""Defines small models that draft, one with a high acceptance rate, and a test of distributions."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from tests.model import golden as goldens
 from tests.oracles import glm5 as oracle
 
 DRAFTS, NEW = 3, 14
-HOT = 6.0  # drafts are often accepted: every distribution is flat
+HOT = 6.0  # a high temperature flattens all distributions, so that drafts are often accepted
 MASK = np.ones((3, 9), np.int32)
 MASK[1, :4] = 0
 MTP = "model.layers.1."
@@ -18,7 +18,7 @@ MTP = "model.layers.1."
 
 @functools.cache
 def fixture():
-    """Returns (cfg, params, prompts int[3 9], oracle's config and weights) of transformers' golden.
+    """Returns (cfg, params, prompts int[3 9], config and weights of the oracle) of transformers' golden.
 
     It has only the first layer and the MTP layer, which compile fast.
     """
@@ -33,8 +33,8 @@ def fixture():
     return cfg, params, np.where(MASK, prompts, 0), config | {"num_hidden_layers": 1}, weights
 
 
-def foresighted(params):
-    """Returns weights whose next token depends mostly on the last, so that drafts are often right."""
+def make_predictable(params):
+    """Returns weights whose next token depends mostly on the last token, so that drafts are often right."""
     params = jax.tree.map(np.array, params)
     mtp, d = params["mtp"], params["final_norm"].shape[0]
     params["embed"]["weight"] *= 30
@@ -48,7 +48,7 @@ def foresighted(params):
 
 
 def chi_square(counts, probs, total):
-    """Returns (statistic, degrees of freedom) of counts; outcomes expected less than five times are one."""
+    """Returns (statistic, degrees of freedom) of counts. Outcomes expected fewer than five times are merged."""
     rare = probs * total < 5
     counts = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(probs[~rare], probs[rare].sum()) * total
@@ -56,7 +56,7 @@ def chi_square(counts, probs, total):
     return ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
 
 
-def likely(counts, probs, total):
-    """Returns whether the statistic is within five deviations of what chance gives."""
+def is_plausible(counts, probs, total):
+    """Returns whether the statistic is within five standard deviations of its expectation."""
     statistic, freedom = chi_square(counts, probs, total)
     return statistic < freedom + 5 * np.sqrt(2 * freedom)

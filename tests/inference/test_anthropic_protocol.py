@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API as chats, and replies as messages of that API, complete and streamed."""
+"""Tests Anthropic's Messages API: bodies become chats, and replies become messages, complete and streamed."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from glm5_jax.inference.anthropic_protocol import AnthropicMessages, to_chat
 from glm5_jax.runtime.http_server import ApiError
-from tests.inference.test_replies import CALL, TOOLS, asked, pieces, whole
+from tests.inference.test_replies import CALL, TOOLS, complete_reply, parsed_request, stream_chunks
 
 TEXT = {"type": "text", "text": "It rains."}
 CONVERSATION = [
@@ -34,7 +34,7 @@ def chat(**body):
     return to_chat({"messages": [{"role": "user", "content": "hi"}], **body})
 
 
-def test_translates_a_conversation_with_tools():
+def test_translates_conversation_with_tools():
     calls = [
         {"type": "function", "id": i, "function": {"name": "look", "arguments": arguments}}
         for i, arguments in (("a", {"n": 1}), ("b", {}))
@@ -74,13 +74,13 @@ def test_translates_options():
     }
     assert chat()["thinking"] == {"type": "disabled"}
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
-    kept_thinking = chat(thinking={"type": "adaptive"}, context_management={"edits": edits})
-    assert kept_thinking["thinking"] == {"type": "enabled", "clear_thinking": False}
+    preserved = chat(thinking={"type": "adaptive"}, context_management={"edits": edits})
+    assert preserved["thinking"] == {"type": "enabled", "clear_thinking": False}
     assert to_chat({"messages": CONVERSATION[:2]})["continue_final_message"]
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "param"),
+    ("body", "expected_error", "param"),
     [
         (dict(messages=[{"role": "tool", "content": "x"}]), "is no message", "messages"),
         (dict(messages=[{"role": "user", "content": [{"type": "image"}]}]), "'image'", "messages"),
@@ -97,8 +97,8 @@ def test_translates_options():
         (dict(stop_sequences=[""]), "stop_sequences.0: ''", "stop_sequences.0"),
     ],
 )
-def test_refuses_what_it_cannot_serve(body, words, param):
-    with pytest.raises(ApiError, match=words) as caught:
+def test_rejects_unsupported_body(body, expected_error, param):
+    with pytest.raises(ApiError, match=expected_error) as caught:
         chat(**body)
     assert (caught.value.status, caught.value.param) == (400, param)
 
@@ -116,12 +116,12 @@ def test_refuses_what_it_cannot_serve(body, words, param):
         ("never ends", ["thinking"], "max_tokens"),
     ],
 )
-def test_stream_adds_up_to_the_message(text, kinds, reason):
-    parsed = asked(tools=TOOLS)
-    message = whole(AnthropicMessages, parsed, text)
+def test_stream_adds_up_to_message(text, kinds, reason):
+    parsed = parsed_request(tools=TOOLS)
+    message = complete_reply(AnthropicMessages, parsed, text)
     assert [block["type"] for block in message["content"]] == kinds
     assert message["stop_reason"] == reason
-    events = pieces(AnthropicMessages, parsed, text, random.Random(0))
+    events = stream_chunks(AnthropicMessages, parsed, text, random.Random(0))
     starts = [e["content_block"] for e in events if e["type"] == "content_block_start"]
     assert [block["type"] for block in starts] == kinds
     for index, block in enumerate(message["content"]):

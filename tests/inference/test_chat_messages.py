@@ -1,4 +1,4 @@
-"""Messages and tools in bodies of chats: the same prompt for every spelling, and a 400 for what would be lost."""
+"""Tests messages and tools in chat bodies: equivalent bodies give the same prompt, and lost content gives a 400."""
 
 import pytest
 
@@ -24,39 +24,39 @@ def result(id_, text):
     return {"role": "tool", "tool_call_id": id_, "content": text}
 
 
-def test_lays_out_results_in_the_order_of_their_calls():
+def test_renders_results_in_order_of_calls():
     before = USER, {"role": "assistant", "tool_calls": CALLS}
     text = prompt(*before, result("b", "Rome"), result("a", "Oslo"))
     assert text == prompt(*before, result("a", "Oslo"), result("b", "Rome"))
     assert text.index("Oslo") < text.index("Rome")
 
 
-def test_reads_a_developer_as_the_system():
+def test_reads_developer_as_system():
     brief = {"content": "Be brief."}
     assert prompt(brief | {"role": "developer"}, USER) == prompt(brief | {"role": "system"}, USER)
 
 
-def test_keeps_reasoning_that_a_client_calls_otherwise():
-    said = {"role": "assistant", "content": "4", "reasoning": "two and two"}
-    text = prompt(USER, said, USER, thinking={"clear_thinking": False})
+def test_keeps_reasoning_under_other_name():
+    reply = {"role": "assistant", "content": "4", "reasoning": "two and two"}
+    text = prompt(USER, reply, USER, thinking={"clear_thinking": False})
     assert "<think>two and two</think>4" in text
 
 
-def test_reads_again_what_it_gave_of_a_broken_call():
+def test_reads_broken_call_of_earlier_reply():
     written = "<tool_call>look<arg_key>n</arg_key><arg_value>1"
     call = {**CALLS[0], "function": {"name": "look", "arguments": written}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    text = prompt(USER, said, result("a", "Error: no JSON"), tools=[TOOL])
+    reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+    text = prompt(USER, reply, result("a", "Error: no JSON"), tools=[TOOL])
     assert f"{written}<|observation|><tool_response>Error" in text
-    # Markers of a client's text are text.
-    [request] = READER.chat({"messages": [USER, said, result("a", "x")]}, 0).requests
+    # Markers in a client's text are encoded as text.
+    [request] = READER.chat({"messages": [USER, reply, result("a", "x")]}, 0).requests
     assert TOKENIZER.special_ids["<arg_key>"] not in request.ids
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}], ids=str
 )
-def test_accepts_single_calls_where_there_are_none(fields):
+def test_accepts_single_calls_without_tools(fields):
     assert prompt(USER, parallel_tool_calls=False, **fields) == prompt(USER)
 
 
@@ -85,15 +85,15 @@ def test_shows_or_forces_allowed_tools(mode):
         assert names == ["look", "find"] and "find" not in rules.grammar.source
 
 
-def test_continues_the_final_message():
-    begun = {"role": "assistant", "content": "To be, "}
-    fields = {"messages": [USER, begun], "continue_final_message": True}
+def test_continues_final_message():
+    partial = {"role": "assistant", "content": "To be, "}
+    fields = {"messages": [USER, partial], "continue_final_message": True}
     parsed = READER.chat(fields, 0)
     assert not parsed.thinking
     text = TOKENIZER.decode(parsed.requests[0].ids)
     assert text.endswith("<|assistant|></think>To be, ")
-    thought = {"role": "assistant", "content": "", "reasoning_content": "I am"}
-    parsed = READER.chat(fields | {"messages": [USER, thought]}, 0)
+    partial_reasoning = {"role": "assistant", "content": "", "reasoning_content": "I am"}
+    parsed = READER.chat(fields | {"messages": [USER, partial_reasoning]}, 0)
     assert parsed.thinking and TOKENIZER.decode(parsed.requests[0].ids).endswith("<think>I am")
 
 
@@ -108,7 +108,7 @@ def test_ignores_neutral_unknown_fields_and_logs_them_once(caplog):
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "expected_error"),
     [
         ([{**USER, "colour": "red"}], "the field 'colour', which no chat shows; leave it out"),
         ([USER, {"role": "assistant", "content": "4", "thinking": "r"}], "has thinking, which would"),
@@ -116,7 +116,7 @@ def test_ignores_neutral_unknown_fields_and_logs_them_once(caplog):
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "type 'input_audio'"),
     ],
 )  # fmt: skip
-def test_refuses_what_the_prompt_would_not_show(messages, said):
-    with pytest.raises(ApiError, match=said) as caught:
+def test_rejects_fields_that_prompt_would_not_show(messages, expected_error):
+    with pytest.raises(ApiError, match=expected_error) as caught:
         prompt(*messages)
     assert (caught.value.status, caught.value.param) == (400, "messages")

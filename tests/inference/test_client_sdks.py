@@ -1,4 +1,4 @@
-"""Official SDKs of OpenAI and Anthropic as clients of a served model: replies, streams, tools and structured output."""
+"""Tests a served model with the SDKs of OpenAI and Anthropic: replies, streams, tools and structured output."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from tests.inference.conftest import serving
 from tests.inference.test_server import post
 
 USER = {"role": "user", "content": "hi"}
-GREEDY = {"extra_body": {"temperature": 0}}  # no argument of Anthropic's SDK
+GREEDY = {"extra_body": {"temperature": 0}}  # Anthropic's SDK has no such argument
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -23,7 +23,7 @@ PARAMETERS = {
 
 
 class Weather(pydantic.BaseModel):
-    """Structured output whose every value is short."""
+    """Structured output with short values only."""
 
     city: Literal["Oslo", "Rome"]
     is_wet: bool
@@ -53,7 +53,7 @@ def is_forecast(arguments):
     return arguments["city"] in ("Oslo", "Rome") and 1 <= arguments["days"] <= 9
 
 
-def test_anthropic_message_is_the_chats_reply(claude, long_server):
+def test_anthropic_message_equals_chat_reply(claude, long_server):
     message = claude.messages.create(model="tiny", messages=[USER], max_tokens=8, **GREEDY)
     [block] = message.content
     assert block.type == "text" and block.text == chat_text(long_server, max_tokens=8)
@@ -78,7 +78,7 @@ def test_anthropic_stream_equals_message(claude):
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
 
 
-def test_anthropic_tools_in_a_loop(claude):
+def test_anthropic_calls_tools_in_loop(claude):
     tools = [{"name": "forecast", "input_schema": PARAMETERS}]
     fields = dict(model="tiny", tools=tools, max_tokens=60, **GREEDY)
     choice = {"type": "any", "disable_parallel_tool_use": True}
@@ -94,17 +94,19 @@ def test_anthropic_tools_in_a_loop(claude):
     assert is_forecast(call.input)
 
 
-def test_anthropic_continues_the_last_message(claude, long_server):
+def test_anthropic_continues_last_message(claude, long_server):
     plain = chat_text(long_server, max_tokens=8)
-    begun = {"role": "assistant", "content": "To be"}
+    partial = {"role": "assistant", "content": "To be"}
     message = claude.messages.create(
-        model="tiny", messages=[USER, begun], max_tokens=8, stop_sequences=["zzz"], **GREEDY
+        model="tiny", messages=[USER, partial], max_tokens=8, stop_sequences=["zzz"], **GREEDY
     )
-    chat = chat_text(long_server, messages=[USER, begun], continue_final_message=True, max_tokens=8)
+    chat = chat_text(
+        long_server, messages=[USER, partial], continue_final_message=True, max_tokens=8
+    )
     assert message.content[0].text == chat != plain
 
 
-def test_anthropic_errors_have_their_types(claude):
+def test_anthropic_errors_have_types(claude):
     with pytest.raises(anthropic.BadRequestError, match="image") as caught:
         image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         claude.messages.create(
@@ -115,7 +117,7 @@ def test_anthropic_errors_have_their_types(claude):
         claude.messages.create(model="other", max_tokens=1, messages=[USER])
 
 
-def test_anthropic_client_sends_its_key():
+def test_anthropic_client_sends_key():
     with serving(api_key="secret") as server:
         for key, error in (
             ("secret", anthropic.BadRequestError),
@@ -126,7 +128,7 @@ def test_anthropic_client_sends_its_key():
                     client.messages.create(model="tiny", max_tokens=1, messages=[])
 
 
-def test_response_is_the_chats_reply(client, long_server):
+def test_response_equals_chat_reply(client, long_server):
     fields = dict(model="tiny", input="hi", temperature=0, reasoning={"effort": "none"})
     response = client.responses.create(max_output_tokens=8, **fields)
     assert response.output_text == chat_text(long_server, max_tokens=8)
@@ -147,7 +149,7 @@ def test_response_stream_equals_response(client):
     assert "".join(deltas) == item.content[0].text
 
 
-def test_response_calls_tools_in_a_loop(client):
+def test_response_calls_tools_in_loop(client):
     tool = {"type": "function", "name": "forecast", "parameters": PARAMETERS, "strict": True}
     fields = dict(model="tiny", tools=[tool], max_output_tokens=60, temperature=0)
     fields |= dict(reasoning={"effort": "none"}, parallel_tool_calls=False)
@@ -178,6 +180,6 @@ def test_parses_structured_output(client):
     assert chat.choices[0].message.parsed == response.output_parsed
 
 
-def test_refuses_stored_responses(client):
+def test_rejects_stored_responses(client):
     with pytest.raises(openai.BadRequestError, match="stores nothing; send all items in input"):
         client.responses.create(model="tiny", input="hi", previous_response_id="resp_1")

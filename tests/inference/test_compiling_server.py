@@ -1,4 +1,4 @@
-"""A server that listens before its engine has compiled: its health, requests that wait, and a port in use."""
+"""Tests a server that listens before its engine has compiled: health, requests that wait, and a port in use."""
 
 import concurrent.futures
 import json
@@ -10,7 +10,7 @@ from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.runtime.http_server import check_port
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.inference.test_engine import light
+from tests.inference.test_engine import light_model
 from tests.inference.test_server import get, post
 
 
@@ -27,7 +27,7 @@ class SlowEngine(Engine):
 
 def compiling_server():
     engine = SlowEngine(
-        light(),
+        light_model(),
         Tokenizer.default(),
         EngineConfig(page_size=16, max_num_seqs=2, prefill_chunk=32, max_length=32),
     )
@@ -69,7 +69,7 @@ def test_stops_while_it_compiles():
         assert server.worker.compiling is None
 
 
-def test_reports_a_port_in_use_before_it_loads(capsys):
+def test_reports_port_in_use_before_loading(capsys):
     server = compiling_server()
     with server.running() as url:
         port = int(url.rsplit(":", 1)[1])

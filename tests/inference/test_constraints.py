@@ -1,4 +1,6 @@
-"""Rules of replies in a real engine: grammars and budgets of thinking, with and without drafts, next to free replies."""
+"""Tests grammars and thinking budgets of replies in a real engine, with and without drafts, next to unconstrained
+replies.
+"""
 
 import dataclasses
 import json
@@ -65,20 +67,20 @@ def json_grammar():
 
 
 @pytest.mark.parametrize("engine", [0, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
-def test_replies_follow_their_grammar_next_to_free_ones(engine):
+def test_replies_follow_grammar_next_to_free_replies(engine):
     free = Request(PROMPT, sampling(max_tokens=24, temperature=0.0, ignore_eos=True))
-    [alone] = complete(engine, [free])
+    [reference] = complete(engine, [free])
     rules = ReplyRules(grammar=json_grammar())
-    bound = [Request(PROMPT, sampling(seed=seed), rules=rules) for seed in range(3)]
-    *replies, other = complete(engine, [*bound, free])
-    assert other.ids == alone.ids
+    constrained = [Request(PROMPT, sampling(seed=seed), rules=rules) for seed in range(3)]
+    *replies, other = complete(engine, [*constrained, free])
+    assert other.ids == reference.ids
     for reply in replies:
         assert reply.finish_reason == "stop" and reply.ids[-1] in TOKENIZER.eos_ids
         value = json.loads(TOKENIZER.decode(reply.ids[:-1]))
         assert value.keys() == {"n", "b"} and 0 <= value["n"] <= 99
 
 
-def test_grammar_begins_after_thinking_within_its_budget(engine):
+def test_applies_grammar_after_thinking_budget(engine):
     source = reply_source([TOOL], is_single=True)
     rules = ReplyRules(
         grammar=compile_grammar(source, TOKENIZER), thinking_budget=7, thinking_end=THINK_END
@@ -90,14 +92,16 @@ def test_grammar_begins_after_thinking_within_its_budget(engine):
     assert call.problem is None and call.arguments.keys() == {"n", "b"} and not parsed.content
 
 
-def test_thinking_is_as_without_the_grammar_that_follows(engine):
+def test_thinking_does_not_depend_on_grammar(engine):
     """A step in flight at the end of the thinking gives no token."""
     rules = ReplyRules(grammar=json_grammar(), thinking_end=THINK_END)
     options = [sampling(seed=seed, logit_bias={THINK_END: 5.0}) for seed in range(4)]
-    bound = complete(engine, [Request(PROMPT, one, rules=rules) for one in options])
-    free = complete(engine, [Request(PROMPT, one) for one in options])
+    constrained = complete(
+        engine, [Request(PROMPT, options_of_request, rules=rules) for options_of_request in options]
+    )
+    free = complete(engine, [Request(PROMPT, options_of_request) for options_of_request in options])
     num_ended = 0
-    for reply, other in zip(bound, free):
+    for reply, other in zip(constrained, free):
         if THINK_END not in other.ids:
             continue
         num_ended += 1
@@ -118,7 +122,7 @@ def test_budget_ends_thinking(engine, budget):
 
 
 @pytest.mark.parametrize("engine", [0], indirect=True)
-def test_log_probs_do_not_depend_on_the_mask(engine):
+def test_logprobs_do_not_depend_on_mask(engine):
     rules = ReplyRules(grammar=json_grammar())
     [reply] = complete(engine, [Request(PROMPT, sampling(temperature=0.0), rules=rules)])
     forced = reply.ids[0]
@@ -128,7 +132,7 @@ def test_log_probs_do_not_depend_on_the_mask(engine):
     assert plain.ids[0] != forced and reply.logprobs[0] < plain.top[0][-1][1]
 
 
-def test_mask_leaves_tokens_to_draw():
+def test_samples_only_unmasked_tokens():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(3, 70)).astype(np.float32)
     mask = np.zeros((3, 3), np.uint32)
@@ -141,31 +145,39 @@ def test_mask_leaves_tokens_to_draw():
     probs = np.asarray(probabilities(logits, rows, True, mask))
     assert [set(np.flatnonzero(p)) <= set(ids) for p, ids in zip(probs, allowed)] == [True] * 3
     np.testing.assert_allclose(probs.sum(-1), 1, rtol=1e-6)
-    drawn = draw(logits, rows, mask=mask)
-    assert drawn.tokens[1] == 64 and drawn.tokens[2] == logits[2].argmax()
-    assert drawn.tokens[0] in allowed[0]
-    np.testing.assert_array_equal(drawn.logprobs[2], draw(logits, rows).logprobs[2])
+    output = draw(logits, rows, mask=mask)
+    assert output.tokens[1] == 64 and output.tokens[2] == logits[2].argmax()
+    assert output.tokens[0] in allowed[0]
+    np.testing.assert_array_equal(output.logprobs[2], draw(logits, rows).logprobs[2])
 
 
-def test_waits_only_for_tokens_that_decide_a_mask():
+def test_waits_only_for_tokens_that_decide_mask():
     free = ReplyConstraint(ReplyRules(thinking_budget=4, thinking_end=THINK_END), 2048)
     assert not free.must_wait(3) and free.must_wait(4) and not free.must_wait(0)
     assert free.max_tokens(1) == 3 and not free.applies(1, 1) and free.applies(1, 4)
     free.accept([5, 6, THINK_END])
     assert not free.must_wait(9) and free.max_tokens(1) is None
-    bound = ReplyConstraint(ReplyRules(grammar=json_grammar(), thinking_end=THINK_END), 2048)
-    assert not bound.must_wait(1) and bound.mask is None and bound.last_token == THINK_END
-    bound.accept([5, THINK_END])
-    assert bound.must_wait(1)
-    assert bound.mask is not None and bound.max_tokens(0) == 1 and bound.last_token is None
+    constrained = ReplyConstraint(ReplyRules(grammar=json_grammar(), thinking_end=THINK_END), 2048)
+    assert (
+        not constrained.must_wait(1)
+        and constrained.mask is None
+        and constrained.last_token == THINK_END
+    )
+    constrained.accept([5, THINK_END])
+    assert constrained.must_wait(1)
+    assert (
+        constrained.mask is not None
+        and constrained.max_tokens(0) == 1
+        and constrained.last_token is None
+    )
     with pytest.raises(ValueError, match="the grammar does not allow the token 5"):
-        bound.accept([5])
+        constrained.accept([5])
 
 
 @pytest.mark.parametrize(
     "schema", [{"not": {}}, {"type": "wizard"}, {"$ref": "#/nowhere"}, {"enum": ["x" * 300_000]}]
 )
-def test_refuses_schemas_that_cannot_be_enforced(schema):
+def test_rejects_schemas_that_cannot_be_enforced(schema):
     with pytest.raises(GrammarError):
         compile_grammar(reply_source(schema=schema), TOKENIZER)
 
@@ -186,7 +198,7 @@ CYCLE = {"x": {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}, {"type": 
         ({"additionalProperties": False}, "1", False),
     ],
 )
-def test_grammar_of_calls_follows_the_schema(parameters, value, is_allowed):
+def test_grammar_of_calls_follows_schema(parameters, value, is_allowed):
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
     text = f"<tool_call>look<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
     ids = TOKENIZER.encode(text, parse_special=True)
@@ -206,25 +218,25 @@ def test_grammar_of_calls_follows_the_schema(parameters, value, is_allowed):
         },
     ],
 )  # fmt: skip
-def test_refuses_tools_whose_schema_cannot_be_enforced(parameters):
+def test_rejects_tools_whose_schema_cannot_be_enforced(parameters):
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
     with pytest.raises(GrammarError):
         compile_grammar(reply_source([tool]), TOKENIZER)
 
 
 @pytest.mark.parametrize("engine", [0], indirect=True)
-def test_engine_survives_a_grammar_that_fails(engine):
+def test_engine_survives_failing_grammar(engine):
     """A token that the grammar does not allow ends the request only."""
     rules = ReplyRules(grammar=json_grammar())
-    sequence_of_failures = dataclasses.replace(rules, grammar=_Failing(rules.grammar))
-    [reply] = complete(engine, [Request(PROMPT, sampling(), rules=sequence_of_failures)])
+    failing = dataclasses.replace(rules, grammar=_Failing(rules.grammar))
+    [reply] = complete(engine, [Request(PROMPT, sampling(), rules=failing)])
     assert reply.finish_reason == "failed"
     [after] = complete(engine, [Request(PROMPT, sampling(), rules=rules)])
     assert after.finish_reason == "stop"
 
 
 class _Failing:
-    """Grammar whose matcher refuses the second token."""
+    """Grammar whose matcher rejects the second token."""
 
     def __init__(self, grammar):
         self._grammar = grammar

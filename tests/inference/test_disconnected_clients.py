@@ -1,4 +1,4 @@
-"""Clients that disconnect from streams: their requests are cancelled, and the log has no error."""
+"""Tests that requests of disconnected clients are cancelled without an error in the log."""
 
 import contextlib
 import http.client
@@ -12,7 +12,7 @@ from aiohttp.client_exceptions import ClientConnectionResetError
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_logs_no_error_for_a_disconnected_client(healthy, monkeypatch, caplog, path):
+def test_logs_no_error_for_disconnected_client(healthy, monkeypatch, caplog, path):
     written = []
 
     async def write(response, data):
@@ -27,8 +27,8 @@ def test_logs_no_error_for_a_disconnected_client(healthy, monkeypatch, caplog, p
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
     with caplog.at_level(logging.ERROR):
         connection.request("POST", path, json.dumps(body))
-        answer = connection.getresponse()
+        response = connection.getresponse()
         with contextlib.suppress(http.client.HTTPException, OSError):
-            answer.read()
+            response.read()
     connection.close()
     assert len(written) == 1 and not caplog.records

@@ -1,4 +1,4 @@
-"""Answers of many tokens: they are encoded outside the event loop, and the bytes of a stream do not grow quadratically."""
+"""Tests large replies: they are encoded outside the event loop, and the bytes of a stream do not grow quadratically."""
 
 import threading
 
@@ -15,33 +15,33 @@ TOKENIZER = Tokenizer.default()
 ORIGIN = replies.Origin("m", 0)
 
 
-def streamed(form, count):
-    """Pieces of a reply whose tokens come one by one."""
+def stream_reply(form, count):
+    """Returns (reply, its chunks) of a reply whose tokens arrive one by one."""
     handle = Handle(Request([1], Sampling()))
     answer = form(ParsedRequest(requests=(handle.request,)), [handle], ORIGIN, TOKENIZER)
-    pieces = []
+    chunks = []
     for i in range(count):
         handle.append_output([Token(5 + i % 90, -0.5, 0)], "length" if i == count - 1 else None)
-        pieces += answer.piece(0)
-    return answer, pieces
+        chunks += answer.piece(0)
+    return answer, chunks
 
 
-def test_sends_a_cumulative_reply_in_pieces_that_grow_with_it():
+def test_cumulative_stream_sends_growing_chunks():
     count = 3000
-    _, pieces = streamed(replies.Generated, count)
-    sizes = [len(piece["output_ids"]) for piece in pieces]
-    assert sizes[:32] == list(range(1, 33))  # the beginning comes token by token
+    _, chunks = stream_reply(replies.Generated, count)
+    sizes = [len(chunk["output_ids"]) for chunk in chunks]
+    assert sizes[:32] == list(range(1, 33))  # the first tokens are sent one by one
     assert sizes == sorted(set(sizes)) and sizes[-1] == count
     assert max(b / a for a, b in zip(sizes[32:], sizes[33:])) < 1.07
     assert sum(sizes) < 40 * count
-    assert [piece["meta_info"]["finish_reason"] is None for piece in pieces[-2:]] == [True, False]
+    assert [chunk["meta_info"]["finish_reason"] is None for chunk in chunks[-2:]] == [True, False]
 
 
 @pytest.mark.parametrize("form", [replies.Chats, replies.Completions, replies.Generated])
-def test_tells_the_end_of_a_reply_once(form):
-    """A reply may end while a piece is encoded, before the end is reported."""
-    answer, pieces = streamed(form, 3)
-    assert pieces and answer.piece(0) == []
+def test_reports_end_of_reply_once(form):
+    """A reply may end while a chunk is encoded, before the end is reported."""
+    answer, chunks = stream_reply(form, 3)
+    assert chunks and answer.piece(0) == []
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_tells_the_end_of_a_reply_once(form):
         ("/generate", replies.Generated, {"text": "a", "sampling_params": {"max_new_tokens": 2}}),
     ],
 )
-def test_makes_whole_answers_apart_from_the_event_loop(healthy, monkeypatch, path, form, body):
+def test_encodes_complete_replies_outside_event_loop(healthy, monkeypatch, path, form, body):
     threads, complete = [], form.complete
 
-    def watched(answer):
+    def record_thread(answer):
         threads.append(threading.current_thread().name)
         return complete(answer)
 
-    monkeypatch.setattr(form, "complete", watched)
+    monkeypatch.setattr(form, "complete", record_thread)
     assert post(healthy, path, body)[0] == 200
     assert len(threads) == 1 and threads[0] != "server"

@@ -1,4 +1,4 @@
-"""Pages and the prefixes kept in them, against plain dictionaries under random programs."""
+"""Tests the page pool and the prefix cache against plain dictionaries, in random programs."""
 
 import random
 import tracemalloc
@@ -10,27 +10,27 @@ from glm5_jax.inference.radix import PrefixCache
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_pool_under_a_random_program(seed):
+def test_page_pool_matches_oracle_in_random_program(seed):
     r, pool, holders = random.Random(seed), PagePool(17), {}
     for _ in range(500):
-        held = [page for page, count in holders.items() for _ in range(count)]
-        do = r.choice(["take", "take", "hold", "drop", "drop"])
-        if do == "take":
+        held_pages = [page for page, count in holders.items() for _ in range(count)]
+        action = r.choice(["take", "take", "hold", "drop", "drop"])
+        if action == "take":
             count = r.randrange(5)
             if count > 17 - len(holders):
                 with pytest.raises(OutOfPages, match=f"{count} pages are needed"):
                     pool.take(count)
             else:
-                taken = pool.take(count)
-                assert len(set(taken)) == count and not set(taken) & set(holders)
-                holders |= dict.fromkeys(taken, 1)
-        elif held and do == "hold":
-            pages = r.choices(held, k=r.randrange(4))
+                new_pages = pool.take(count)
+                assert len(set(new_pages)) == count and not set(new_pages) & set(holders)
+                holders |= dict.fromkeys(new_pages, 1)
+        elif held_pages and action == "hold":
+            pages = r.choices(held_pages, k=r.randrange(4))
             pool.hold(pages)
             for page in pages:
                 holders[page] += 1
-        elif held:
-            pages = r.sample(held, r.randrange(min(5, len(held)) + 1))
+        elif held_pages:
+            pages = r.sample(held_pages, r.randrange(min(5, len(held_pages)) + 1))
             pool.drop(pages)
             for page in pages:
                 holders[page] -= 1
@@ -39,7 +39,7 @@ def test_a_pool_under_a_random_program(seed):
         assert {page: pool.holders(page) for page in range(17) if pool.holders(page)} == holders
 
 
-def test_wrong_use_of_a_pool_is_named():
+def test_rejects_invalid_use_of_page_pool():
     with pytest.raises(ValueError, match="num_pages is 0"):
         PagePool(0)
     pool = PagePool(2)
@@ -55,7 +55,7 @@ def test_wrong_use_of_a_pool_is_named():
 
 
 class Oracle:
-    """Prefixes as keys of a dictionary: {(space, ids): [page, when last used]}."""
+    """Prefix cache as a dictionary: {(space, ids): [page, time of last use]}."""
 
     def __init__(self, size):
         self.size, self.known, self.clock = size, {}, 0
@@ -100,7 +100,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_prefixes_under_a_random_program(seed):
+def test_prefix_cache_matches_oracle_in_random_program(seed):
     r, size = random.Random(seed), 2
     pool, oracle = PagePool(40), Oracle(size)
     cache = PrefixCache(pool, size)
@@ -108,12 +108,12 @@ def test_prefixes_under_a_random_program(seed):
     for _ in range(300):
         ids = [r.randrange(3) for _ in range(r.randrange(12))]
         space = r.choice("ab")
-        do = r.choice(
+        action = r.choice(
             ["request", "request", "end", "evict", "clear"]
             if r.random() < 0.1
             else ["request", "end", "evict"]
         )
-        if do == "request":
+        if action == "request":
             pages = cache.match(ids, space)
             assert pages == oracle.match(ids, space)
             more = len(ids) // size - len(pages)
@@ -121,41 +121,41 @@ def test_prefixes_under_a_random_program(seed):
                 pool.drop(pages)
                 continue
             pages += pool.take(more)
-            stand = cache.insert(ids, pages, space)
-            assert stand == oracle.insert(ids, pages, space) == pages
+            stored = cache.insert(ids, pages, space)
+            assert stored == oracle.insert(ids, pages, space) == pages
             running.append(pages)
-        elif do == "end" and running:
+        elif action == "end" and running:
             pool.drop(running.pop(r.randrange(len(running))))
-        elif do == "evict":
+        elif action == "evict":
             before, count = pool.num_free, r.randrange(4)
-            gone = oracle.evict(count, pool.holders)
-            assert cache.evict(count) == len(gone) == pool.num_free - before
-            assert all(not pool.holders(page) for page in gone)
-        elif do == "clear":
+            evicted = oracle.evict(count, pool.holders)
+            assert cache.evict(count) == len(evicted) == pool.num_free - before
+            assert all(not pool.holders(page) for page in evicted)
+        elif action == "clear":
             cache.clear(space)
             oracle.known = {k: v for k, v in oracle.known.items() if k[0] != space}
         assert len(cache) == len(oracle.known)
-        held = [page for pages in running for page in pages]
+        held_pages = [page for pages in running for page in pages]
         for page, _ in oracle.known.values():
-            assert pool.holders(page) == 1 + held.count(page)
+            assert pool.holders(page) == 1 + held_pages.count(page)
     for pages in running:
         pool.drop(pages)
     cache.evict(40)
     assert pool.num_free == 40 and len(cache) == 0
 
 
-def test_what_is_known_already_stands_for_what_is_given():
-    """Two requests computed the same prefix at the same time."""
+def test_keeps_first_copy_of_prefix():
+    """Two requests may compute the same prefix at the same time."""
     pool = PagePool(4)
     cache = PrefixCache(pool, 2)
-    one, other = pool.take(1), pool.take(2)
-    assert cache.insert([1, 2], one) == one
-    assert cache.insert([1, 2, 3, 4], other) == [one[0], other[1]]
-    pool.drop(one + other)
-    assert pool.num_free == 2, "the second copy of the first page"
+    first, second = pool.take(1), pool.take(2)
+    assert cache.insert([1, 2], first) == first
+    assert cache.insert([1, 2, 3, 4], second) == [first[0], second[1]]
+    pool.drop(first + second)
+    assert pool.num_free == 2, "the second copy of the first page is free"
 
 
-def test_a_prefix_that_is_used_all_the_time_takes_no_memory():
+def test_repeated_matches_take_no_memory():
     pool = PagePool(4)
     cache = PrefixCache(pool, 2)
     cache.insert([1, 2], pool.take(1))
@@ -163,12 +163,14 @@ def test_a_prefix_that_is_used_all_the_time_takes_no_memory():
     try:
         for _ in range(3000):
             pool.drop(cache.match([1, 2]))
-        assert tracemalloc.get_traced_memory()[0] < 50_000, "bytes; one for each use takes 300,000"
+        assert tracemalloc.get_traced_memory()[0] < 50_000, (
+            "bytes; an entry for each match would take 300,000"
+        )
     finally:
         tracemalloc.stop()
 
 
-def test_wrong_use_of_prefixes_is_named():
+def test_rejects_invalid_use_of_prefix_cache():
     with pytest.raises(ValueError, match="page_size is 0"):
         PrefixCache(PagePool(1), 0)
     with pytest.raises(ValueError, match="2 pages of tokens came with 1 pages"):

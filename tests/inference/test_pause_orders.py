@@ -1,4 +1,4 @@
-"""Orders of pause, resume, updates of weights and requests: each call returns, and each request comes to an end."""
+"""Tests all orders of pause, resume, weight updates and requests: each call returns, and each request ends."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from glm5_jax.inference.request import Paused, Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
-from tests.inference.test_engine import engine, model
+from tests.inference.test_engine import make_engine, model
 
 SAMPLING = Sampling(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPT = list(range(10))
@@ -15,65 +15,65 @@ ACTIONS = st.sampled_from(
 )
 
 
-class Model:
-    """What an engine does, in a few lines: which requests have begun, and whether it is paused."""
+class EngineModel:
+    """Model of an engine: which requests have started, and whether it is paused."""
 
-    def __init__(self, made):
-        self.made, self.handles, self.version = made, [], made.version
+    def __init__(self, engine):
+        self.engine, self.handles, self.version = engine, [], engine.version
 
     def act(self, action):
-        made = self.made
+        engine = self.engine
         if action == "submit":
-            self.handles.append(made.submit(Request([*PROMPT, len(self.handles)], SAMPLING)))
+            self.handles.append(engine.submit(Request([*PROMPT, len(self.handles)], SAMPLING)))
         elif action == "step":
-            made.step()
+            engine.step()
         elif action == "cancel" and self.handles:
             self.handles[-1].cancel()
         elif action in ("pause", "resume"):
-            getattr(made, action)()
-            assert made.paused == (action == "pause")
+            getattr(engine, action)()
+            assert engine.paused == (action == "pause")
         elif action in ("finish", "keep", "recompute"):
             self.update(action)
 
     def update(self, policy):
-        made = self.made
+        engine = self.engine
         has_begun = any(
             handle.cached_tokens is not None and handle.finish_reason is None
             for handle in self.handles
         )
         try:
-            made.update_weights(dict(glm5.params_of(model())), self.version + 1, policy)
+            engine.update_weights(dict(glm5.params_of(model())), self.version + 1, policy)
         except Paused:
-            # Nothing would finish; everything else is possible at any time.
-            assert policy == "finish" and made.paused and has_begun
+            # Only this update cannot finish.
+            assert policy == "finish" and engine.paused and has_begun
         else:
-            assert not (policy == "finish" and made.paused and has_begun)
+            assert not (policy == "finish" and engine.paused and has_begun)
             self.version += 1
-        assert made.version == self.version
+        assert engine.version == self.version
 
     def end(self):
-        """Resumes, and takes steps until all has ended."""
-        made = self.made
-        made.resume()
+        """Resumes, and steps until all requests have ended."""
+        engine = self.engine
+        engine.resume()
         for _ in range(40 * (1 + len(self.handles))):
-            if not made.step():
+            if not engine.step():
                 break
         assert all(handle.finish_reason in ("length", "cancelled") for handle in self.handles)
-        assert made.num_running == made.num_waiting == 0
-        assert made.num_free_pages + made.num_cached_pages == made.description["num_pages"]
+        assert engine.num_running == engine.num_waiting == 0
+        assert engine.num_free_pages + engine.num_cached_pages == engine.description["num_pages"]
 
 
 @pytest.fixture(scope="module")
-def made():
-    """One engine for all orders, with pages for three requests and a half."""
-    return engine()
+def engine():
+    """Returns one engine for all orders, with pages for three and a half requests."""
+    return make_engine()
 
 
-def play(made, actions):
-    own = Model(made)
+def play(engine, actions):
+    engine_model = EngineModel(engine)
     for action in actions:
-        own.act(action)
-    own.end()
+        engine_model.act(action)
+    engine_model.end()
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,21 @@ def play(made, actions):
         ["submit", "step", "pause", "finish", "cancel", "step", "finish"],
     ],
 )
-def test_orders_that_waited_for_ever(made, actions):
-    play(made, actions)
+def test_ends_orders_that_once_hung(engine, actions):
+    play(engine, actions)
 
 
 @given(st.lists(ACTIONS, max_size=14))
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_every_order_comes_to_an_end(made, actions):
-    play(made, actions)
+def test_ends_any_order(engine, actions):
+    play(engine, actions)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @given(st.lists(ACTIONS, max_size=40))
 @settings(max_examples=200, deadline=None)
-def test_many_orders_come_to_an_end(made, actions):
-    play(made, actions)
+def test_ends_many_long_orders(engine, actions):
+    play(engine, actions)

@@ -1,4 +1,4 @@
-"""Log-probs of prompts: echo of `/v1/completions`, as evaluation harnesses score texts."""
+"""Tests log-probs of prompts with echo of `/v1/completions`, by which evaluation harnesses score texts."""
 
 import numpy as np
 import openai
@@ -7,18 +7,18 @@ import pytest
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.inference.test_engine import engine, logprobs
+from tests.inference.test_engine import logprobs, make_engine
 
 TOKENIZER = Tokenizer.default()
 SCORE = Sampling(max_tokens=0, temperature=0.5, top_logprobs=2, prompt_logprobs=True)
 
 
-def test_scores_prompts_in_chunks_like_the_trainers_forward():
-    """The second prompt begins like the first, whose pages are cached, and is scored in full."""
+def test_scores_prompts_in_chunks_as_trainer_forward():
+    """The second prompt begins like the first, whose pages are cached, and gets all scores."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 2000, 45).tolist()
     prompts = [prompt, [*prompt[:40], 7], [3]]
-    scorer = engine(prefill_chunk=16)
+    scorer = make_engine(prefill_chunk=16)
     handles = []
     for ids in prompts:
         handles.append(scorer.submit(Request(ids, SCORE)))
@@ -35,7 +35,7 @@ def test_scores_prompts_in_chunks_like_the_trainers_forward():
             assert [value for _, value in token.top] == pytest.approx(np.sort(row)[::-1][:2])
 
 
-def test_completion_echoes_log_probs_of_its_prompt(healthy):
+def test_completion_echoes_logprobs_of_prompt(healthy):
     text = "To be, or not"
     ids = TOKENIZER.encode(text)
     with openai.OpenAI(base_url=f"{healthy.url}/v1", api_key="none", max_retries=0) as client:

@@ -1,4 +1,4 @@
-"""Bodies of requests: what they mean, and what is wrong with the others, in one line."""
+"""Tests how bodies of requests are parsed, and that errors of invalid bodies have one line."""
 
 import json
 import typing
@@ -27,17 +27,22 @@ def sampling(**body):
     return chat(**body).requests[0].sampling
 
 
-def test_a_chat_that_says_little_has_glm_s_defaults():
-    asked = chat()
-    [request] = asked.requests
+def test_minimal_chat_has_defaults_of_glm():
+    parsed = chat()
+    [request] = parsed.requests
     assert list(request.ids) == render_chat(HI, TOKENIZER).ids
-    own = request.sampling
-    assert (own.temperature, own.top_p, own.max_tokens, own.seed) == (1.0, 0.95, None, None)
-    assert request.timeout_s == 5.0 and asked.thinking and not asked.stream
+    defaults = request.sampling
+    assert (defaults.temperature, defaults.top_p, defaults.max_tokens, defaults.seed) == (
+        1.0,
+        0.95,
+        None,
+        None,
+    )
+    assert request.timeout_s == 5.0 and parsed.thinking and not parsed.stream
 
 
-def test_every_sampling_field_arrives():
-    own = sampling(
+def test_reads_every_sampling_field():
+    params = sampling(
         temperature=0.5,
         top_p=0.7,
         top_k=5,
@@ -51,9 +56,14 @@ def test_every_sampling_field_arrives():
         top_logprobs=2,
         ignore_eos=True,
     )
-    assert (own.temperature, own.top_p, own.top_k, own.min_p) == (0.5, 0.7, 5, 0.1)
-    assert (own.stop, own.stop_ids, own.max_tokens, own.top_logprobs) == (("x",), (4,), 9, 2)
-    assert own.seed == 2**63 - 1 and own.logit_bias == {7: -3} and own.ignore_eos
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.7, 5, 0.1)
+    assert (params.stop, params.stop_ids, params.max_tokens, params.top_logprobs) == (
+        ("x",),
+        (4,),
+        9,
+        2,
+    )
+    assert params.seed == 2**63 - 1 and params.logit_bias == {7: -3} and params.ignore_eos
     assert sampling(do_sample=False).temperature == 0
     assert sampling(max_tokens=3, max_completion_tokens=4).max_tokens == 4
     assert sampling(stop=["a", "b"]).stop == ("a", "b") and sampling(top_k=-1).top_k == 0
@@ -77,73 +87,82 @@ def test_every_sampling_field_arrives():
         ),
     ],
 )
-def test_thinking_in_both_spellings(body, enable, clear):
+def test_reads_thinking_in_both_forms(body, enable, clear):
     messages = [
         *HI,
         {"role": "assistant", "content": "a", "reasoning_content": "r"},
         {"role": "user", "content": "b"},
     ]
-    asked = READER.chat({"messages": messages, **body}, 3)
+    parsed = READER.chat({"messages": messages, **body}, 3)
     want = render_chat(messages, TOKENIZER, enable_thinking=enable, clear_thinking=clear)
-    assert list(asked.requests[0].ids) == want.ids and asked.thinking == enable
+    assert list(parsed.requests[0].ids) == want.ids and parsed.thinking == enable
 
 
-def test_tools_are_laid_out_unless_none_may_be_called():
+def test_renders_tools_unless_calls_are_disabled():
     with_tools = render_chat(HI, TOKENIZER, tools=[TOOL]).ids
     assert list(chat(tools=[TOOL]).requests[0].ids) == with_tools and chat(tools=[TOOL]).tools
     silent = chat(tools=[TOOL], tool_choice="none")
     assert list(silent.requests[0].ids) == render_chat(HI, TOKENIZER).ids and silent.tools is None
 
 
-def test_choices_have_seeds_of_their_own():
-    asked = chat(n=3, seed=5)
-    seeds = [own.sampling.seed for own in asked.requests]
-    assert seeds[0] == 5 and len({*seeds}) == asked.num_choices == 3
-    assert [own.sampling.seed for own in chat(n=2).requests] == [None, None]
+def test_choices_have_different_seeds():
+    parsed = chat(n=3, seed=5)
+    seeds = [request.sampling.seed for request in parsed.requests]
+    assert seeds[0] == 5 and len({*seeds}) == parsed.num_choices == 3
+    assert [request.sampling.seed for request in chat(n=2).requests] == [None, None]
 
 
-def test_what_says_nothing_is_as_if_it_were_not_there():
+def test_ignores_neutral_fields():
     quiet = dict(temperature=None, stop=None, n=None, tools=None, user="me", metadata={"a": 1})
     assert chat(**quiet) == chat()
 
 
-def test_prompts_are_text_or_ids_one_or_several():
+def test_reads_prompts_as_text_or_ids():
     def prompts(value):
-        asked = READER.completion({"prompt": value}, 0)
-        return [list(own.ids) for own in asked.requests]
+        parsed = READER.completion({"prompt": value}, 0)
+        return [list(request.ids) for request in parsed.requests]
 
     ids = TOKENIZER.encode("To be")
     assert prompts("To be") == prompts(ids) == prompts(["To be"]) == prompts([ids]) == [ids]
     assert prompts([[1, 2], [3]]) == [[1, 2], [3]]
-    # A text that spells out a role forges none.
+    # A spelled-out role marker is text.
     assert TOKENIZER.special_ids["<|user|>"] not in prompts("<|user|>")[0]
-    own = READER.completion({"prompt": "x"}, 0).requests[0].sampling
-    assert (own.max_tokens, own.temperature, own.top_p) == (16, 1.0, 1.0)
-    asked = READER.completion({"prompt": ["a", "b"], "n": 2, "echo": True}, 0)
-    assert asked.echo == ("a", "b") and len(asked.requests) == 4
+    defaults = READER.completion({"prompt": "x"}, 0).requests[0].sampling
+    assert (defaults.max_tokens, defaults.temperature, defaults.top_p) == (16, 1.0, 1.0)
+    parsed = READER.completion({"prompt": ["a", "b"], "n": 2, "echo": True}, 0)
+    assert parsed.echo == ("a", "b") and len(parsed.requests) == 4
 
 
-def test_generate_reads_sglang_s_schema():
-    own = dict(max_new_tokens=4, temperature=0, stop_token_ids=[9], sampling_seed=8, n=2)
-    body = {"input_ids": [1, 2], "sampling_params": own, "return_logprob": True, "rid": "r"}
-    asked = READER.generate(body, 0)
-    first, second = asked.requests
+def test_reads_generate_body_of_sglang():
+    sampling_params = dict(
+        max_new_tokens=4, temperature=0, stop_token_ids=[9], sampling_seed=8, n=2
+    )
+    body = {
+        "input_ids": [1, 2],
+        "sampling_params": sampling_params,
+        "return_logprob": True,
+        "rid": "r",
+    }
+    parsed = READER.generate(body, 0)
+    first, second = parsed.requests
     assert first.ids == (1, 2) and first.sampling.max_tokens == 4
     assert first.sampling.seed == 8 != second.sampling.seed
-    assert asked.logprobs and asked.rid == "r" and not asked.batch
+    assert parsed.logprobs and parsed.rid == "r" and not parsed.batch
     assert READER.generate({"input_ids": [[1, 2]]}, 0).batch
     assert READER.generate({"text": "To be"}, 0).requests[0].ids == tuple(TOKENIZER.encode("To be"))
 
 
-def test_a_data_parallel_rank_is_the_group_of_all_that_is_asked():
-    """In every kind of body, as sglang-router adds it to them when it is told to know ranks."""
+def test_data_parallel_rank_applies_to_all_requests():
+    """sglang-router adds it to every kind of body if it routes by rank."""
     ids = {"input_ids": [[1, 2], [3]], "sampling_params": {"n": 2}}
-    for asked in (
+    for parsed in (
         READER.generate({**ids, "data_parallel_rank": 3}, 0),
         READER.completion({"prompt": "x", "n": 2, "data_parallel_rank": 3.0}, 0),
         chat(n=2, data_parallel_rank=3),
     ):
-        assert [repr(own.dp_rank) for own in asked.requests] == ["3"] * len(asked.requests)
+        assert [repr(request.dp_rank) for request in parsed.requests] == ["3"] * len(
+            parsed.requests
+        )
     assert (
         READER.generate({"input_ids": [1], "data_parallel_rank": None}, 0).requests[0].dp_rank
         is None
@@ -154,8 +173,8 @@ def test_a_data_parallel_rank_is_the_group_of_all_that_is_asked():
         assert caught.value.status == 400
 
 
-def test_what_sglang_router_adds_changes_nothing():
-    """As sglang-router 0.3.2 sends them on."""
+def test_ignores_fields_that_sglang_router_adds():
+    """The fields are those of sglang-router 0.3.2."""
     body = dict(no_stop_trim=False, skip_special_tokens=True, return_hidden_states=False)
     added = dict(continue_final_message=False, separate_reasoning=True, stream_reasoning=True)
     assert chat(**body, **added, ignore_eos=False, logprobs=False) == chat()
@@ -166,7 +185,7 @@ def test_what_sglang_router_adds_changes_nothing():
     assert READER.generate({**ids, **added, "log_metrics": True}, 0) == READER.generate(ids, 0)
 
 
-def test_a_long_list_of_ids_is_read_in_no_time():
+def test_reads_long_list_of_ids_quickly():
     body = {"input_ids": np.arange(200_000).clip(0, 2000).tolist()}
     assert len(READER.generate(body, 0).requests[0].ids) == 200_000
 
@@ -175,7 +194,7 @@ DEEP = json.loads("[" * 900 + "]" * 900)
 
 
 @pytest.mark.parametrize(
-    "body, words, param",
+    "body, expected_error, param",
     [
         (dict(temperature=-1), "-1 is ", "temperature"),
         (dict(temperature="hot"), "'hot' is not of type 'number'", "temperature"),
@@ -254,11 +273,11 @@ DEEP = json.loads("[" * 900 + "]" * 900)
         ),
     ],
 )
-def test_wrong_chats_are_400_and_name_the_field(body, words, param):
+def test_rejects_invalid_chat_naming_field(body, expected_error, param):
     with pytest.raises(ApiError) as caught:
         chat(**body)
     error = caught.value
-    assert error.status == 400 and words in str(error) and "\n" not in str(error)
+    assert error.status == 400 and expected_error in str(error) and "\n" not in str(error)
     assert param is None or error.param.startswith(param)
     assert error.body["error"]["type"] == "invalid_request_error" and len(str(error)) < 500
 
@@ -267,20 +286,20 @@ def test_knows_all_levels_of_effort():
     assert set(typing.get_args(Effort)) == EFFORTS.keys()
 
 
-def test_generate_refuses_a_text_as_ids():
+def test_rejects_text_as_ids():
     with pytest.raises(ApiError, match="give it as text") as caught:
         READER.generate({"input_ids": "To be"}, 0)
     assert caught.value.param == "input_ids"
 
 
 @pytest.mark.parametrize("value", [[], [[]], [1.5], [True], ["a", 1], [[1], "a", 2], {}, 7])
-def test_wrong_prompts_are_400(value):
+def test_rejects_invalid_prompts(value):
     with pytest.raises(ApiError) as caught:
         READER.completion({"prompt": value}, 0)
     assert caught.value.status == 400
 
 
-def test_other_models_and_other_weights():
+def test_rejects_other_models_and_weight_versions():
     with pytest.raises(ApiError) as caught:
         chat(model="gpt")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
@@ -291,7 +310,7 @@ def test_other_models_and_other_weights():
 
 
 @pytest.mark.parametrize(
-    "body, words",
+    "body, expected_error",
     [
         (b"\xff", "not UTF-8: byte 0"),
         (b"{", "not JSON"),
@@ -301,13 +320,13 @@ def test_other_models_and_other_weights():
         (b"1" * 5000, "not JSON"),
     ],
 )
-def test_bodies_that_are_no_json(body, words):
-    with pytest.raises(ApiError, match=words):
+def test_rejects_bodies_that_are_not_json(body, expected_error):
+    with pytest.raises(ApiError, match=expected_error):
         read_json(body)
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 3, {"path": "x"}, {"path": "x", "version": -1}])
-def test_updates_are_checked(body):
+def test_validates_update_requests(body):
     with pytest.raises(ApiError):
         decode(body, UpdateRequest)
     update = decode({"path": "x", "version": 1.0, "policy": None}, UpdateRequest)

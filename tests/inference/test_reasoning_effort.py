@@ -1,4 +1,4 @@
-"""reasoning_effort of chats: folded as z.ai does, and errors that name the field they are about."""
+"""Tests reasoning_effort of chats: levels are folded as z.ai does, and errors name the invalid field."""
 
 import pytest
 
@@ -19,23 +19,23 @@ def chat(variant="glm5", **body):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_folds_levels_of_effort(variant):
-    """Layouts without such a line think as they do without the field."""
+    """In layouts without an effort line, the field changes nothing."""
     for effort, level in LEVELS.items():
         line = {"reasoning_effort": level} if VARIANTS[variant].has_effort_line else {}
         want = render_chat(HI, TOKENIZER, variant=variant, **line).ids
-        asked = chat(variant, reasoning_effort=effort)
-        assert list(asked.requests[0].ids) == want and asked.thinking, effort
+        parsed = chat(variant, reasoning_effort=effort)
+        assert list(parsed.requests[0].ids) == want and parsed.thinking, effort
     assert chat(variant, reasoning_effort=None) == chat(variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("effort", ["none", "minimal"])
-def test_no_effort_turns_thinking_off(variant, effort):
+def test_effort_of_none_disables_thinking(variant, effort):
     want = render_chat(HI, TOKENIZER, variant=variant, enable_thinking=False).ids
-    asked = chat(variant, reasoning_effort=effort)
-    assert list(asked.requests[0].ids) == want and not asked.thinking
+    parsed = chat(variant, reasoning_effort=effort)
+    assert list(parsed.requests[0].ids) == want and not parsed.thinking
     off = {"thinking": {"type": "disabled"}}
-    assert chat(variant, reasoning_effort=effort, **off) == asked == chat(variant, **off)
+    assert chat(variant, reasoning_effort=effort, **off) == parsed == chat(variant, **off)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_no_effort_turns_thinking_off(variant, effort):
         (dict(messages=[{"role": "wizard", "content": "x"}]), "messages"),
     ],
 )
-def test_errors_name_the_field(body, param):
+def test_errors_name_field(body, param):
     with pytest.raises(ApiError) as caught:
         chat(**body)
     assert caught.value.status == 400 and caught.value.param == param

@@ -1,4 +1,4 @@
-"""Rejection sampling gives the model's distribution for any distribution of drafts."""
+"""Tests that rejection sampling gives the model's distribution for any distribution of drafts."""
 
 import itertools
 
@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.inference.rejection_sampling import rejection_sample
-from tests.inference.draft_problem import likely
+from tests.inference.draft_problem import is_plausible
 
 
-def test_samples_the_models_distribution():
-    """Texts of three tokens from two Markov chains, the model's and the drafts', against the model's
-    exact distribution. Tokens after a rejection are drawn from the model."""
+def test_samples_distribution_of_model():
+    """Compares texts of three tokens with the model's exact distribution. Model and drafts are two Markov chains, and
+    tokens after a rejection are sampled from the model.
+    """
     total, v = 100_000, 3
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.full(v, 0.6), size=v).astype(np.float32) for _ in range(2))
-    p[0, 1], p[1, 2] = 0, 0  # drafts that the model never takes
+    p[0, 1], p[1, 2] = 0, 0  # drafts with probability 0 in the model
     p /= p.sum(1, keepdims=True)
 
     def text(key):
@@ -44,5 +45,7 @@ def test_samples_the_models_distribution():
         [p[0, a] * p[a, b] * p[b, c] for a, b, c in itertools.product(range(v), repeat=3)]
     )
     counts = np.bincount(code, minlength=v**3)
-    assert likely(counts, exact, total)
-    assert not likely(counts, 0.97 * exact + 0.03 / v**3, total)  # as fine as this
+    assert is_plausible(counts, exact, total)
+    assert not is_plausible(
+        counts, 0.97 * exact + 0.03 / v**3, total
+    )  # detects a mixture with 3% noise

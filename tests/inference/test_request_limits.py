@@ -1,11 +1,10 @@
-"""Bodies that are too large: refused before they are copied, and read without holding other threads."""
+"""Tests that bodies that are too large are rejected before they are copied, and read without blocking other threads."""
 
 import gc
 import json
 import pathlib
 import threading
 import time
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from glm5_jax.runtime.http_server import ApiError, read_json
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.inference.conftest import serving
 from tests.inference.test_server import post
+from tests.traced_memory import traced_memory
 
 TOKENIZER = Tokenizer.default()
 LONG = 20_000
@@ -32,7 +32,7 @@ def prompt(text, more=b""):
 
 
 N = b', "n": 128'
-# Of 2 MB, but for those that are refused for their number of replies.
+# Bodies of 2 MB, except those that are rejected for their number of replies.
 LARGE = {
     "ids": ("completion", prompt(b"[" + b"1," * 1_000_000 + b"1]", N)),
     "ids of five digits": ("completion", prompt(b"[" + b"12345, " * 285_000 + b"1]")),
@@ -53,7 +53,7 @@ LARGE = {
 }
 
 
-def refused(reader, name, body):
+def rejection(reader, name, body):
     with pytest.raises(ApiError) as caught:
         getattr(reader, name)(read_json(body, reader.limits), 0)
     assert caught.value.status in (400, 429) and len(str(caught.value)) < 500
@@ -62,16 +62,12 @@ def refused(reader, name, body):
 
 @pytest.mark.parametrize("length", [64, LONG, pytest.param(202_752, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", LARGE)
-def test_refuses_large_bodies_in_little_memory(case, length):
-    """The body and twice its size at most, texts and numbers that are too many among them."""
+def test_rejects_large_bodies_in_little_memory(case, length):
+    """Reading takes at most 2.1 times the body, also with too many texts and numbers."""
     name, body = LARGE[case]
-    tracemalloc.start()
-    try:
-        refused(READERS[length], name, body)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2.1 * len(body), f"{peak / len(body):.1f} times the body"
+    with traced_memory() as memory:
+        rejection(READERS[length], name, body)
+    assert memory.peak < 2.1 * len(body), f"{memory.peak / len(body):.1f} times the body"
 
 
 @pytest.mark.parametrize(
@@ -88,42 +84,36 @@ def test_refuses_large_bodies_in_little_memory(case, length):
     ],
     ids=lambda more: next(iter(more))[:9],
 )
-def test_errors_do_not_repeat_large_bodies(more):
+def test_errors_do_not_quote_large_bodies(more):
     with pytest.raises(ApiError) as caught:
         READERS[LONG].chat({"messages": [{"role": "user", "content": "a"}], **more}, 0)
     assert len(json.dumps(caught.value.body)) < 3000
 
 
-def test_refuses_more_replies_than_are_given_at_once():
+def test_rejects_too_many_replies():
     reader = READERS[64]
     many = json.dumps({"prompt": ["a b c"] * MAX_PROMPTS, "n": 128}).encode()
-    tracemalloc.start()
-    try:
-        error = refused(reader, "completion", many)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    with traced_memory() as memory:
+        error = rejection(reader, "completion", many)
     assert (error.status, error.code, error.param) == (429, "overloaded", "n")
-    assert "262144 replies of 2048 prompts; at most 1024" in str(error) and peak < 1_000_000
+    assert "262144 replies of 2048 prompts; at most 1024" in str(error) and memory.peak < 1_000_000
     too_many = json.dumps({"prompt": ["a"] * (MAX_PROMPTS + 1)}).encode()
-    assert "2049 prompts; give 1 to 2048" in str(refused(reader, "completion", too_many))
+    assert "2049 prompts; give 1 to 2048" in str(rejection(reader, "completion", too_many))
 
 
-def test_choices_share_the_ids_of_their_prompt():
+def test_choices_share_ids_of_prompt():
     body = json.dumps({"prompt": [[1] * 100_000, [2] * 100_000], "n": 64, "seed": 1}).encode()
     reader = READERS[202_752]
-    tracemalloc.start()
-    try:
-        asked = reader.completion(read_json(body, reader.limits), 0)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(asked.requests) == 128 and len({id(own.ids) for own in asked.requests}) == 2
-    assert peak < 10_000_000
+    with traced_memory() as memory:
+        parsed = reader.completion(read_json(body, reader.limits), 0)
+    assert (
+        len(parsed.requests) == 128 and len({id(request.ids) for request in parsed.requests}) == 2
+    )
+    assert memory.peak < 10_000_000
 
 
 def test_counts_long_texts_that_fit():
-    """A text whose tokens are long fits though it has many characters."""
+    """A text of long tokens fits, though it has many characters."""
     token = int(np.argmax(TOKENIZER.token_bytes()))
     text = TOKENIZER.decode([token]) * 9_000
     count = len(TOKENIZER.encode(text))
@@ -136,13 +126,13 @@ def test_counts_long_texts_that_fit():
                 len(reader.completion(read_json(body, reader.limits), 0).requests[0].ids) == count
             )
         else:
-            error = refused(reader, "completion", body)
+            error = rejection(reader, "completion", body)
             assert error.code == "context_length_exceeded" and f"at most {length}" in str(error)
 
 
 @pytest.fixture
-def frozen():
-    """Garbage collections look at nothing that was there before, as in a process that serves."""
+def frozen_garbage():
+    """Makes garbage collections ignore earlier objects, as in a process that serves."""
     gc.collect()
     gc.freeze()
     yield
@@ -150,7 +140,7 @@ def frozen():
 
 
 def longest_hold(function):
-    """Returns the CPU seconds that this process spends, at most, while another thread waits for the interpreter."""
+    """Returns the maximum CPU seconds that this process spends while another thread waits for the interpreter."""
     thread = threading.Thread(target=function)
     longest, last = 0.0, time.process_time()
     thread.start()
@@ -162,24 +152,24 @@ def longest_hold(function):
 
 
 @pytest.mark.parametrize("case", ["ids", "text", "text with escapes", "chat", "empty lists"])
-def test_reads_large_bodies_without_holding_other_threads(frozen, case):
-    """What holds the interpreter does so each time; the best of three is what the reader itself does."""
+def test_reads_large_bodies_without_blocking_threads(frozen_garbage, case):
+    """Takes the best of three, because a reader that blocks does so in each trial."""
     name, body = LARGE[case]
-    held = [longest_hold(lambda: refused(READERS[LONG], name, body))]
-    while held[-1] > 0.05 and len(held) < 3:
-        held.append(longest_hold(lambda: refused(READERS[LONG], name, body)))
-    assert min(held) <= 0.05, held
+    hold_times = [longest_hold(lambda: rejection(READERS[LONG], name, body))]
+    while hold_times[-1] > 0.05 and len(hold_times) < 3:
+        hold_times.append(longest_hold(lambda: rejection(READERS[LONG], name, body)))
+    assert min(hold_times) <= 0.05, hold_times
 
 
-def test_encodes_long_texts_without_holding_other_threads(frozen):
+def test_encodes_long_texts_without_blocking_threads(frozen_garbage):
     text = "word and " * 30_000
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
-    held = [longest_hold(lambda: TOKENIZER.encode(text)) for _ in range(3)]
-    assert min(held) <= 0.05, held
+    hold_times = [longest_hold(lambda: TOKENIZER.encode(text)) for _ in range(3)]
+    assert min(hold_times) <= 0.05, hold_times
 
 
 def resident(field):
-    """Returns bytes of this process in memory: VmRSS now, VmHWM at most since the peak was reset."""
+    """Returns bytes of this process in memory: VmRSS is the current size, VmHWM the peak since the last reset."""
     with open("/proc/self/status") as file:
         [line] = [line for line in file if line.startswith(f"{field}:")]
     return 1024 * int(line.split()[1])
@@ -187,8 +177,8 @@ def resident(field):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ids", "text", "chat with escapes", "empty lists"])
-def test_server_refuses_large_bodies_in_little_memory(case):
-    """The whole way, from the socket on: the body three times at most."""
+def test_server_rejects_large_bodies_in_little_memory(case):
+    """From the socket on, a request takes at most three times its body."""
     name, body = LARGE[case]
     body = body.replace(b"1,", b"1," * 7) if case == "ids" else body + b" " * (12_000_000)
     path = {"completion": "/v1/completions", "chat": "/v1/chat/completions"}[name]

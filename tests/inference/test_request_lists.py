@@ -1,4 +1,4 @@
-"""Lists in bodies of requests: bounded in number before each item is looked at, and read once however long they are."""
+"""Tests that lists in bodies of requests are bounded in number before each item is checked, and read in linear time."""
 
 import json
 
@@ -34,7 +34,7 @@ KINDS = {
 
 @pytest.mark.parametrize("field", ["stop", "tools", "stop_token_ids"])
 @pytest.mark.parametrize("item", ["1", "[]", '"a"'])
-def test_refuses_a_long_list_by_its_length(field, item):
+def test_rejects_long_list_by_length(field, item):
     items = ",".join([item] * COUNT)
     body = f'{{"messages": [{{"role": "user", "content": "a"}}], "{field}": [{items}]}}'.encode()
     assert len(body) > MAX_SINGLE_PASS_BYTES
@@ -55,8 +55,8 @@ def members(kind):
         inspect.DictType: lambda: [kind.key_type, kind.value_type],
         inspect.Metadata: lambda: [kind.type],
     }
-    for one in inner.get(type(kind), list)():
-        yield from members(one)
+    for inner_kind in inner.get(type(kind), list)():
+        yield from members(inner_kind)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -75,11 +75,11 @@ class Rows(JsonStruct, kw_only=True, frozen=True):
     rows: list[dict]
 
 
-def test_reports_the_first_of_many_errors():
-    """Of a list without a bound; all errors of a long list would take a minute."""
+def test_reports_first_of_many_errors():
+    """The list has no bound. Collecting all errors of a long list would take a minute."""
     numbers = []
 
-    class Counted(list):
+    class CountedList(list):
         def __getitem__(self, index):
             numbers.append(index)
             return super().__getitem__(index)
@@ -90,20 +90,20 @@ def test_reports_the_first_of_many_errors():
                 yield item
 
     with pytest.raises(ApiError, match="rows.0: 1 is not of type 'object'"):
-        decode({"rows": Counted([1] * 5000)}, Rows)
+        decode({"rows": CountedList([1] * 5000)}, Rows)
     assert len(numbers) <= 5000 + 100
 
 
-def test_reads_numbers_of_a_list_in_order_alone():
-    """An access by index would read all that come before it, which a validator does for each item."""
-    found = parse(json.dumps({"ids": [1] * COUNT}).encode())["ids"]
-    assert len(found) == COUNT and sum(found) == COUNT
+def test_reads_numbers_of_list_only_in_order():
+    """An access by index would parse all earlier numbers, and a validator makes one for each item."""
+    numbers = parse(json.dumps({"ids": [1] * COUNT}).encode())["ids"]
+    assert len(numbers) == COUNT and sum(numbers) == COUNT
     with pytest.raises(TypeError):
-        found[0]
+        numbers[0]
 
 
 @pytest.mark.parametrize("length", [1024, 1025])
-def test_bounds_a_text_to_stop_at(length):
+def test_limits_length_of_stop_text(length):
     body = {"prompt": "a", "stop": "x" * length}
     if length <= request_bodies.MAX_STOP_CHARACTERS:
         assert READER.completion(body, 0).requests[0].sampling.stop == (body["stop"],)
@@ -113,8 +113,8 @@ def test_bounds_a_text_to_stop_at(length):
                 READER.completion({"prompt": "a", "stop": stop}, 0)
 
 
-def test_bounds_the_id_of_a_request():
-    """Each piece of a stream repeats it."""
+def test_limits_length_of_request_id():
+    """Each chunk of a stream repeats the id."""
     body = {"text": "a", "rid": "x" * request_bodies.MAX_RID_CHARACTERS}
     assert READER.generate(body, 0).rid == body["rid"]
     with pytest.raises(ApiError, match="too long") as caught:

@@ -1,4 +1,4 @@
-"""Every numeric field of every endpoint, with values at the edges of number types: one request never ends the engine."""
+"""Tests every numeric field of every endpoint with values at the limits of number types: none ends the engine."""
 
 import concurrent.futures
 import json
@@ -40,7 +40,7 @@ ENDPOINTS = {
 
 
 def numeric_fields(kind, path=()):
-    """Yields the paths of all numbers that a type describes, those of lists and maps too."""
+    """Yields the paths of all numbers of a type, including those in lists and maps."""
     if isinstance(kind, inspect.IntType | inspect.FloatType):
         yield path
     elif isinstance(kind, inspect.UnionType):
@@ -56,7 +56,7 @@ def numeric_fields(kind, path=()):
 
 
 def body_with(body, path, value):
-    """Returns the JSON of a body whose field at a path has a value, which is given as text."""
+    """Returns the JSON of a body in which the field at a path has a value. value: JSON text."""
     body = node = json.loads(json.dumps(body))
     for name, following in zip(path, (*path[1:], None)):
         if isinstance(name, int):
@@ -78,16 +78,16 @@ def cases():
 
 
 def strict_post(server, path, body):
-    """Posts a body; the answer must be JSON without Infinity and NaN."""
+    """Posts a body. The response must be JSON without Infinity and NaN."""
     status, answer = post(server, path, body)
     json.dumps(answer, allow_nan=False)
     return status, answer
 
 
-def try_all(server, chosen, num_clients=8):
+def try_all(server, selected, num_clients=8):
     """Sends all cases; returns {(path, field, value): status}."""
 
-    def one(case):
+    def send(case):
         path, body, field, value = case
         status, answer = strict_post(server, path, body_with(body, field, value))
         if status != 200:
@@ -96,34 +96,34 @@ def try_all(server, chosen, num_clients=8):
         return (path, field, value), status
 
     with concurrent.futures.ThreadPoolExecutor(num_clients) as pool:
-        found = dict(pool.map(one, chosen))
+        statuses = dict(pool.map(send, selected))
     assert get(server, "/health") == (200, '{"status":"ok"}')
     assert strict_post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
-    return found
+    return statuses
 
 
 def test_covers_numbers_of_every_kind():
-    found = {(path, field) for path, _, field, _ in cases()}
-    assert ("/generate", ("sampling_params", "top_k")) in found
-    assert ("/v1/chat/completions", ("top_logprobs",)) in found
-    assert ("/v1/completions", ("logit_bias", "7")) in found
-    assert ("/v1/completions", ("stop_token_ids", 0)) in found
-    assert ("/weights/begin", ("base", "version")) in found
-    assert len(found) > 35
+    fields = {(path, field) for path, _, field, _ in cases()}
+    assert ("/generate", ("sampling_params", "top_k")) in fields
+    assert ("/v1/chat/completions", ("top_logprobs",)) in fields
+    assert ("/v1/completions", ("logit_bias", "7")) in fields
+    assert ("/v1/completions", ("stop_token_ids", 0)) in fields
+    assert ("/weights/begin", ("base", "version")) in fields
+    assert len(fields) > 35
 
 
-def test_survives_numbers_at_the_edges(healthy):
-    """One endpoint for each field and value; the slow test has all of them, and those with drafts."""
-    chosen = {}
+def test_survives_numbers_at_limits(healthy):
+    """Tests one endpoint for each field and value. The slow test covers all endpoints, also with drafts."""
+    selected = {}
     for path, body, field, value in cases():
         if value in EDGES:
-            # Greedy ones one by one take few programs; top_k and others become arrays all the same.
+            # Single greedy requests need few programs, and top_k and other fields become arrays anyway.
             greedy = json.loads(json.dumps(body))
             greedy.get("sampling_params", greedy)["temperature"] = 0
             usable = body if path.startswith(("/weights", "/update")) else greedy
-            chosen[field[-1], value] = (path, usable, field, value)
-    found = try_all(healthy, chosen.values(), num_clients=1)
-    assert {status for (*_, value), status in found.items() if value == "NaN"} == {400}
+            selected[field[-1], value] = (path, usable, field, value)
+    statuses = try_all(healthy, selected.values(), num_clients=1)
+    assert {status for (*_, value), status in statuses.items() if value == "NaN"} == {400}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_survives_numbers_at_the_edges(healthy):
         ("/generate", ("sampling_params", "stop_token_ids", 0)),
     ],
 )
-def test_serves_whole_numbers_written_as_floats(healthy, path, field):
+def test_accepts_integral_floats(healthy, path, field):
     body = ENDPOINTS[path][1]
     answers = [strict_post(healthy, path, body_with(body, field, v)) for v in ("2", "2.0")]
     assert [status for status, _ in answers] == [200, 200]
@@ -154,10 +154,10 @@ def test_survives_all_numbers_of_all_endpoints(num_speculative_tokens):
         for path, (_, body) in ENDPOINTS.items():
             if path.startswith(("/v1", "/generate")):
                 assert post(server, path, body)[0] == 200
-        found = try_all(server, list(cases()))
-        fields = {key[:2] for key in found}
+        statuses = try_all(server, list(cases()))
+        fields = {key[:2] for key in statuses}
         for path, field in fields:
             for value in ("NaN", "1e400", '"2"', "true", "9" * 500):
-                assert found[path, field, value] == 400, (path, field, value)
+                assert statuses[path, field, value] == 400, (path, field, value)
             if not path.startswith(("/weights", "/update")):
-                assert found[path, field, "2"] == found[path, field, "2.0"], (path, field)
+                assert statuses[path, field, "2"] == statuses[path, field, "2.0"], (path, field)

@@ -1,16 +1,19 @@
-"""Bodies of OpenAI's Responses API as chats, and replies as items of that API, complete and streamed."""
+"""Tests OpenAI's Responses API: bodies become chats, and replies become items, complete and streamed."""
 
 import dataclasses
 import random
 
 import pytest
 
+from glm5_jax.inference.protocol import Reader
 from glm5_jax.inference.responses_protocol import Responses, to_chat
 from glm5_jax.runtime.http_server import ApiError
-from tests.inference.test_replies import CALL, TOOLS, asked, pieces, whole
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.inference.test_replies import CALL, TOOLS, complete_reply, parsed_request, stream_chunks
 
 USER = {"role": "user", "content": "hi"}
 INCLUDE = ["reasoning.encrypted_content"]
+RESPONSE_TOOLS = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
 
 
 def messages(*items, **fields):
@@ -35,7 +38,7 @@ def reasoning(text):
     return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content}
 
 
-def test_joins_items_of_an_assistant_to_messages():
+def test_joins_items_of_assistant_to_messages():
     items = [
         text_item("hi", "user"),
         reasoning("Where?"),
@@ -86,7 +89,7 @@ def test_translates_options():
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "param"),
+    ("body", "expected_error", "param"),
     [
         (dict(input=[{"type": "item_reference", "id": "x"}]), "'item_reference'", "input"),
         (dict(input=["x"]), "an item of type 'x'", "input"),
@@ -98,8 +101,8 @@ def test_translates_options():
         (dict(background=True), "False was expected", "background"),
     ],
 )
-def test_refuses_what_it_cannot_serve(body, words, param):
-    with pytest.raises(ApiError, match=words) as caught:
+def test_rejects_unsupported_body(body, expected_error, param):
+    with pytest.raises(ApiError, match=expected_error) as caught:
         to_chat({"input": "hi"} | body)
     assert (caught.value.status, caught.value.param) == (400, param)
 
@@ -117,17 +120,17 @@ def test_refuses_what_it_cannot_serve(body, words, param):
         ("never ends", ["reasoning"], "incomplete"),
     ],
 )
-def test_stream_adds_up_to_the_response(text, kinds, status):
-    parsed = asked(tools=TOOLS)
-    response = whole(Responses, parsed, text)
+def test_stream_adds_up_to_response(text, kinds, status):
+    parsed = parsed_request(tools=TOOLS)
+    response = complete_reply(Responses, parsed, text)
     assert [item["type"] for item in response["output"]] == kinds
     assert (response["status"], response["output"][-1]["status"]) == (status, status)
-    events = pieces(Responses, parsed, text, random.Random(0))
+    events = stream_chunks(Responses, parsed, text, random.Random(0))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
 
     def without_ids(items):
-        return [{k: v for k, v in one.items() if k not in ("id", "call_id")} for one in items]
+        return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
 
     assert without_ids(done) == without_ids(response["output"])
     last = events[-1]
@@ -136,14 +139,50 @@ def test_stream_adds_up_to_the_response(text, kinds, status):
     for event in events:
         if event["type"].endswith(".delta"):
             deltas[event["output_index"]] = deltas.get(event["output_index"], "") + event["delta"]
-    texts = [one.get("arguments") or one["content"][0]["text"] for one in response["output"]]
+    texts = [item.get("arguments") or item["content"][0]["text"] for item in response["output"]]
     assert list(deltas.values()) == texts
 
 
-def test_reads_the_reasoning_that_it_encoded():
-    parsed = dataclasses.replace(asked(), repeated={"include": INCLUDE})
-    [item, _] = whole(Responses, parsed, "Où?</think>Oslo.<|user|>")["output"]
+def test_reads_encoded_reasoning():
+    parsed = dataclasses.replace(parsed_request(), repeated={"include": INCLUDE})
+    [item, _] = complete_reply(Responses, parsed, "Où?</think>Oslo.<|user|>")["output"]
     del item["content"]
     [_, message] = messages(USER, item, text_item("Oslo."))[:2]
     assert message["reasoning_content"] == "Où?" and message["content"] == "Oslo."
     assert to_chat({"input": "hi", "include": INCLUDE})[1]["include"] == INCLUDE
+
+
+@pytest.mark.parametrize("content", [5, True, 1.5, "text", {"type": "reasoning_text"}])
+def test_rejects_reasoning_that_is_no_list_of_parts(content):
+    with pytest.raises(ApiError, match="input.1: content is .*; give a list of parts"):
+        messages(USER, {"type": "reasoning", "content": content})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"a": "x" * 513}},
+        {"metadata": {str(i): "" for i in range(17)}},
+        {"metadata": {"a": {"b": "c"}}},
+        {"user": "x" * 513},
+        {"reasoning": {"summary": "x" * 513}},
+    ],
+)
+def test_limits_fields_that_responses_repeat(fields):
+    [name] = fields
+    with pytest.raises(ApiError, match=f"^{name}"):
+        to_chat({"input": "hi", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"format": {"type": "text", "x": "y"}}},
+        {"tool_choice": {"type": "function", "name": "look", "x": "y"}, "tools": RESPONSE_TOOLS},
+    ],
+    ids=["format", "choice"],
+)
+def test_rejects_unknown_fields_of_options(fields):
+    reader = Reader(Tokenizer.default(), model="m")
+    with pytest.raises(ApiError):
+        reader.chat(to_chat({"input": "hi", **fields})[0], 0)

@@ -1,4 +1,4 @@
-"""Drawing tokens: distributions against NumPy's, independence of the batch, and values that cannot be."""
+"""Tests sampling: distributions against NumPy's, independence of the batch, and invalid values."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def softmax(x):
 
 
 def oracle(logits, s: Sampling):
-    """Probabilities of the tokens, one rule after the other, in float64."""
+    """Returns probabilities of the tokens in float64, by applying one rule after the other."""
     logits = logits.astype(np.float64).copy()
     for token, bias in s.logit_bias.items():
         logits[token] += bias
@@ -24,27 +24,29 @@ def oracle(logits, s: Sampling):
     p = softmax(logits / s.temperature)
     full = p.copy()
     if s.top_k:
-        stays = sorted(range(V), key=lambda i: (-p[i], i))[: s.top_k]
-        p = np.where(np.isin(np.arange(V), stays), p, 0)
+        retained = sorted(range(V), key=lambda i: (-p[i], i))[: s.top_k]
+        p = np.where(np.isin(np.arange(V), retained), p, 0)
         p /= p.sum()
     if s.top_p < 1:
-        total, stays = 0.0, []
+        total, retained = 0.0, []
         for i in sorted(range(V), key=lambda i: (-p[i], i)):
             if total >= s.top_p:
                 break
-            stays.append(i)
+            retained.append(i)
             total += p[i]
-        p = np.where(np.isin(np.arange(V), stays), p, 0)
+        p = np.where(np.isin(np.arange(V), retained), p, 0)
     p = np.where(full >= s.min_p * full.max(), p, 0)
     return p / p.sum()
 
 
-COUNT = 20_000  # of tokens drawn at once; one for all, since each count is another program
+COUNT = (
+    20_000  # tokens sampled at once; a single value, because each count compiles a separate program
+)
 NUM_TOP = 4
 
 
-def drawn(sampling, seed=0, logits=LOGITS):
-    """Returns the tokens drawn at positions 0 to COUNT - 1, with the NUM_TOP likeliest of each."""
+def sample_tokens(sampling, seed=0, logits=LOGITS):
+    """Samples tokens at positions 0 to COUNT - 1, and returns them with the NUM_TOP likeliest of each."""
     row = param_rows([sampling] * COUNT, [seed] * COUNT, range(COUNT), 2)
     return draw(
         np.tile(logits, (COUNT, 1)), row, truncate=needs_truncation([sampling]), num_top=NUM_TOP
@@ -67,14 +69,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
-def test_draws_by_the_probabilities_that_the_rules_leave(sampling):
-    """The log-probs returned are those before anything is cut."""
-    got, expected = drawn(sampling), oracle(LOGITS, sampling)
+def test_samples_by_truncated_probabilities(sampling):
+    """Log-probs are those before truncation."""
+    got, expected = sample_tokens(sampling), oracle(LOGITS, sampling)
     seen = np.bincount(got.tokens, minlength=V)
-    assert not seen[expected == 0].any(), "a token that was cut off"
-    likely = expected > 0
-    chi2 = ((seen - COUNT * expected)[likely] ** 2 / (COUNT * expected)[likely]).sum()
-    freedom = likely.sum() - 1
+    assert not seen[expected == 0].any(), "a truncated token was sampled"
+    is_possible = expected > 0
+    chi2 = ((seen - COUNT * expected)[is_possible] ** 2 / (COUNT * expected)[is_possible]).sum()
+    freedom = is_possible.sum() - 1
     assert chi2 <= freedom + 4 * np.sqrt(2 * freedom) + 1e-9
 
     logits = LOGITS.copy()
@@ -87,21 +89,21 @@ def test_draws_by_the_probabilities_that_the_rules_leave(sampling):
     np.testing.assert_allclose(got.top_logprobs, np.tile(p[best], (COUNT, 1)), atol=1e-5)
 
 
-def test_greedy_takes_the_likeliest_and_tells_its_probability():
-    found = drawn(Sampling(temperature=0))
-    assert (np.asarray(found.tokens) == LOGITS.argmax()).all()
-    np.testing.assert_allclose(found.logprobs, np.log(softmax(LOGITS)).max(), atol=1e-6)
+def test_greedy_takes_likeliest_token():
+    output = sample_tokens(Sampling(temperature=0))
+    assert (np.asarray(output.tokens) == LOGITS.argmax()).all()
+    np.testing.assert_allclose(output.logprobs, np.log(softmax(LOGITS)).max(), atol=1e-6)
     tied = np.zeros(V, np.float32)
-    assert (np.asarray(drawn(Sampling(temperature=0), logits=tied).tokens) == 0).all()
-    assert (np.asarray(drawn(Sampling(top_k=2), logits=tied).tokens) < 2).all()
+    assert (np.asarray(sample_tokens(Sampling(temperature=0), logits=tied).tokens) == 0).all()
+    assert (np.asarray(sample_tokens(Sampling(top_k=2), logits=tied).tokens) < 2).all()
 
 
-def test_a_row_does_not_depend_on_its_batch():
+def test_row_does_not_depend_on_batch():
     samplings = [CASES[i % 9] for i in range(16)]
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 2, (16, V)).astype(np.float32)
     seeds, positions = rng.integers(0, 2**62, 16), rng.integers(0, 1000, 16)
-    together = draw(logits, param_rows(samplings, seeds, positions), num_top=2)
+    batched = draw(logits, param_rows(samplings, seeds, positions), num_top=2)
     for i in range(16):
         single = draw(
             logits[i : i + 1],
@@ -109,24 +111,24 @@ def test_a_row_does_not_depend_on_its_batch():
             truncate=needs_truncation(samplings[i : i + 1]),
             num_top=2,
         )
-        for one, other in zip(single, together):
+        for one, other in zip(single, batched):
             np.testing.assert_array_equal(one[0], other[i])
 
 
-def test_each_seed_and_position_draws_other_numbers():
+def test_tokens_depend_on_seed_and_position():
     tokens = {
         (seed, first): tuple(
-            np.asarray(drawn(Sampling(), seed).tokens)[first : first + 31].tolist()
+            np.asarray(sample_tokens(Sampling(), seed).tokens)[first : first + 31].tolist()
         )
         for seed in (0, 1, 2**40)
         for first in (0, 1)
     }
     assert len(set(tokens.values())) == len(tokens)
-    again = np.asarray(drawn(Sampling(), 1).tokens)[:31]
-    assert tuple(again.tolist()) == tokens[1, 0]
+    repeated = np.asarray(sample_tokens(Sampling(), 1).tokens)[:31]
+    assert tuple(repeated.tolist()) == tokens[1, 0]
 
 
-def test_only_rules_that_cut_need_a_sort():
+def test_only_truncating_rules_need_sort():
     assert not needs_truncation(
         [Sampling(), Sampling(temperature=0, top_k=5), Sampling(logit_bias={1: 2.0})]
     )
@@ -135,7 +137,7 @@ def test_only_rules_that_cut_need_a_sort():
     )
 
 
-def test_names_values_out_of_range():
+def test_rejects_values_out_of_range():
     values = {
         "max_tokens": [-1],
         "temperature": [-0.1, float("nan"), float("inf")],

@@ -1,4 +1,4 @@
-"""Two hundred random schedules against one request at a time; whatever differs is a choice of rounding."""
+"""Tests two hundred random schedules against one request at a time. Differences must come from rounding."""
 
 import dataclasses
 
@@ -8,19 +8,19 @@ import pytest
 from glm5_jax.model import glm5
 from tests.inference.test_engine import (
     CFG,
-    alone,
-    engine,
-    gap,
+    generate_single,
     logprobs,
-    mixed,
+    make_engine,
+    make_prompts,
+    mixed_samplings,
     model,
-    prompts,
     schedule,
+    score_gap,
 )
 from tests.model.golden import traced_forward
 
 CLOSE = 1e-5
-LENGTH = 64  # one program for all
+LENGTH = 64  # one length, to compile one program
 KINDS = [
     {"prefill_chunk": 128},
     {"page_size": 8, "num_pages": 9, "max_num_seqs": 3},
@@ -30,8 +30,11 @@ KINDS = [
 
 
 def closest_choice(ids):
-    """By how little some layer chose a key or an expert for one of these tokens: the smallest score between the
-    last that was chosen and the first that was not. Equal scores are no choice of rounding: the lower index wins."""
+    """Returns the smallest margin by which any layer chose a key or an expert for these tokens.
+
+    The margin is the difference between the lowest chosen score and the highest score not chosen. Equal scores do not
+    count, because the lower index wins.
+    """
     row, real = np.zeros((1, LENGTH), np.int32), np.zeros((1, LENGTH), np.int32)
     row[0, : len(ids)], real[0, : len(ids)] = ids, 1
     positions = np.arange(LENGTH, dtype=np.int32)[None]
@@ -49,40 +52,46 @@ def closest_choice(ids):
 
 
 @pytest.mark.slow
-def test_more_tokens_bring_closer_choices():
-    ids = prompts(1)[0]
+def test_more_tokens_have_closer_choices():
+    ids = make_prompts(1)[0]
     gaps = [closest_choice(ids[:count]) for count in (4, 12, len(ids))]
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > gaps[-1] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_fifty_random_schedules_of_a_kind(kind):
-    replies = apart = 0
+def test_matches_single_requests_in_random_schedules(kind):
+    replies = num_different = 0
     largest = 0.0
     for seed in range(50):
         rng = np.random.default_rng([kind, seed])
-        asked = prompts(14, 100 * kind + seed)
-        samplings = mixed(len(asked), rng)
+        prompts = make_prompts(14, 100 * kind + seed)
+        samplings = mixed_samplings(len(prompts), rng)
         if "num_speculative_tokens" in KINDS[kind]:
-            # What is drawn with drafts is another draw of the same distribution.
-            samplings = [dataclasses.replace(own, temperature=0.0) for own in samplings]
-        made = engine(max_batched_tokens=int(rng.integers(8, 40)), **KINDS[kind])
-        got = schedule(made, asked, samplings, rng)
-        for prompt, sampling, own in zip(asked, samplings, got):
-            want = alone(prompt, sampling)
+            # Sampling with drafts gives another draw of the same distribution.
+            samplings = [dataclasses.replace(sampling, temperature=0.0) for sampling in samplings]
+        engine = make_engine(max_batched_tokens=int(rng.integers(8, 40)), **KINDS[kind])
+        got = schedule(engine, prompts, samplings, rng)
+        for prompt, sampling, reply in zip(prompts, samplings, got):
+            want = generate_single(prompt, sampling)
             replies += 1
-            ids = prompt + own.ids
-            wanted = logprobs(ids, sampling.temperature or 1.0)[len(prompt) - 1 : -1]
-            off = np.abs(wanted[np.arange(len(own.ids)), own.ids] - own.logprobs).max()
-            if own.ids == want.ids and off < CLOSE:
-                largest = max(largest, off)
+            ids = prompt + reply.ids
+            expected_logprobs = logprobs(ids, sampling.temperature or 1.0)[len(prompt) - 1 : -1]
+            error = np.abs(
+                expected_logprobs[np.arange(len(reply.ids)), reply.ids] - reply.logprobs
+            ).max()
+            if reply.ids == want.ids and error < CLOSE:
+                largest = max(largest, error)
                 continue
-            apart += 1
-            token = gap(prompt, own.ids, want.ids, sampling) if own.ids != want.ids else np.inf
+            num_different += 1
+            token = (
+                score_gap(prompt, reply.ids, want.ids, sampling)
+                if reply.ids != want.ids
+                else np.inf
+            )
             choice = closest_choice(ids)
-            print(f"{kind}/{seed}: {off:.1e} off; token gap {token:.1e}, choice gap {choice:.1e}")
+            print(f"{kind}/{seed}: {error:.1e} off; token gap {token:.1e}, choice gap {choice:.1e}")
             assert min(token, choice) < CLOSE
-        assert made.num_free_pages == made.description["num_pages"] - made.num_cached_pages
-    print(f"{replies} replies, {apart} apart; log-probs of the others within {largest:.1e}")
-    assert apart < replies / 100
+        assert engine.num_free_pages == engine.description["num_pages"] - engine.num_cached_pages
+    print(f"{replies} replies, {num_different} apart; log-probs of the others within {largest:.1e}")
+    assert num_different < replies / 100

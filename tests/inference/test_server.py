@@ -1,4 +1,4 @@
-"""The server over real sockets: what clients get, and what it survives."""
+"""Tests the server over real sockets: responses to clients, and robustness to malformed and abandoned requests."""
 
 import asyncio
 import concurrent.futures
@@ -25,7 +25,7 @@ from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 from tests.inference.conftest import LENGTH, serving
-from tests.inference.test_engine import alone, engine
+from tests.inference.test_engine import generate_single, make_engine
 
 TOKENIZER = Tokenizer.default()
 HI = [{"role": "user", "content": "hi"}]
@@ -38,13 +38,13 @@ POSTS = (
 
 @pytest.fixture
 def client(healthy):
-    """Closed in the end: a socket that is left to the collector is an error in whichever test it happens."""
+    """Closes the client at the end, because a socket that is left to the garbage collector raises in another test."""
     with openai.OpenAI(base_url=f"{healthy.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 def post(server, path, body, headers=None):
-    """(status, JSON) of a body, which may be bytes."""
+    """Returns (status, JSON) of a POST. body: JSON value or bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data, headers or {}, method="POST")
     try:
@@ -63,17 +63,17 @@ def get(server, path, headers=None):
         return error.code, error.read().decode()
 
 
-def greedy(messages, most, **options):
-    """What the engine gives for a chat, taken apart."""
+def greedy(messages, max_tokens, **options):
+    """Returns the engine's reply to a chat, and the parsed reply."""
     ids = render_chat(messages, TOKENIZER, **options).ids
-    sampling = Sampling(max_tokens=most, temperature=0)
-    got = alone(ids, sampling, page_size=16, num_pages=None)
+    sampling = Sampling(max_tokens=max_tokens, temperature=0)
+    got = generate_single(ids, sampling, page_size=16, num_pages=None)
     thinking = options.get("enable_thinking", True)
     return got, parse_reply(got.ids, tokenizer=TOKENIZER, thinking=thinking)
 
 
 @pytest.mark.parametrize("num_top", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_chat_is_the_engine_s_reply(client, num_top):
+def test_chat_equals_reply_of_engine(client, num_top):
     want, reply = greedy(HI, 12)
     options = dict(max_tokens=12, temperature=0, logprobs=True, top_logprobs=num_top)
     got = client.chat.completions.create(model="tiny", messages=HI, **options)
@@ -91,12 +91,12 @@ def test_a_chat_is_the_engine_s_reply(client, num_top):
     assert usage.completion_tokens_details.reasoning_tokens == 12
 
 
-def test_the_asynchronous_client_gets_the_same(healthy):
+def test_asynchronous_client_gets_same_reply(healthy):
     async def run():
-        async with ChatClient(healthy.url, timeout_s=60) as opened:
-            choice = await opened.chat(HI, max_tokens=12, temperature=0)
+        async with ChatClient(healthy.url, timeout_s=60) as chat_client:
+            choice = await chat_client.chat(HI, max_tokens=12, temperature=0)
             with pytest.raises(ServerError) as caught:
-                await opened.chat(HI, max_tokens=-1)
+                await chat_client.chat(HI, max_tokens=-1)
             return choice, caught.value
 
     _, reply = greedy(HI, 12)
@@ -106,7 +106,7 @@ def test_the_asynchronous_client_gets_the_same(healthy):
     assert error.status == 400 and "max_tokens" in str(error)
 
 
-def test_a_stream_is_the_whole_reply(client):
+def test_stream_equals_complete_reply(client):
     messages = [{"role": "user", "content": "stream"}]
     want, reply = greedy(messages, 10, enable_thinking=False)
     stream = client.chat.completions.create(
@@ -125,20 +125,22 @@ def test_a_stream_is_the_whole_reply(client):
     assert ids == want.ids and chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_the_client_s_stream_helper_and_several_choices(client):
+def test_streams_with_helper_and_returns_several_choices(client):
     end = str(TOKENIZER.special_ids["<|user|>"])
-    asked = dict(model="tiny", messages=HI, top_p=1)  # by the programs of other tests
-    with client.chat.completions.stream(**asked, logit_bias={end: 100}) as stream:
+    fields = dict(
+        model="tiny", messages=HI, top_p=1
+    )  # values that use the compiled programs of other tests
+    with client.chat.completions.stream(**fields, logit_bias={end: 100}) as stream:
         final = list(stream) and stream.get_final_completion()
     assert final.choices[0].finish_reason == "stop" and final.choices[0].message.content == ""
-    got = client.chat.completions.create(**asked, max_tokens=5, n=3, seed=1)
+    got = client.chat.completions.create(**fields, max_tokens=5, n=3, seed=1)
     texts = [choice.message.reasoning_content for choice in got.choices]
     assert len(set(texts)) > 1 and got.usage.completion_tokens == 15
 
 
 def test_completions_and_generate_continue_text(client, healthy):
     ids = TOKENIZER.encode("To be")
-    want = alone(ids, Sampling(max_tokens=6, temperature=0), page_size=16, num_pages=None)
+    want = generate_single(ids, Sampling(max_tokens=6, temperature=0), page_size=16, num_pages=None)
     got = client.completions.create(
         model="tiny", prompt="To be", max_tokens=6, temperature=0, echo=True
     )
@@ -161,9 +163,9 @@ def test_completions_and_generate_continue_text(client, healthy):
     )
 
 
-def test_what_the_server_says_of_itself(client, healthy):
-    [own] = client.models.list().data
-    assert own.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
+def test_reports_model_health_info_and_metrics(client, healthy):
+    [served_model] = client.models.list().data
+    assert served_model.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
     assert get(healthy, "/health") == (200, '{"status":"ok"}')
     info = json.loads(get(healthy, "/server_info")[1])
     assert info["max_length"] == LENGTH and info["weight_version"] == 0 and not info["paused"]
@@ -184,7 +186,7 @@ def metrics(server):
 
 
 @pytest.mark.parametrize(
-    "path, body, status, words",
+    "path, body, status, expected_error",
     [
         ("/v1/chat/completions", {"messages": [{"role": "x"}]}, 400, "message 0 has role 'x'"),
         ("/v1/chat/completions", {"messages": HI, "max_tokens": 99}, 400, "exceed the 64"),
@@ -207,13 +209,13 @@ def metrics(server):
         ("/health", {}, 405, "Method Not Allowed"),
     ],
 )
-def test_errors_have_openai_s_form(healthy, path, body, status, words):
+def test_errors_have_form_of_openai(healthy, path, body, status, expected_error):
     code, answer = post(healthy, path, body)
-    assert code == status and words in answer["error"]["message"]
+    assert code == status and expected_error in answer["error"]["message"]
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-def test_the_client_raises_its_own_errors(client):
+def test_client_raises_typed_errors(client):
     with pytest.raises(openai.BadRequestError, match="wizard"):
         client.chat.completions.create(model="tiny", messages=[{"role": "wizard", "content": "x"}])
     with pytest.raises(openai.BadRequestError) as caught:
@@ -227,7 +229,7 @@ def test_the_client_raises_its_own_errors(client):
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_serves_many_requests_at_once(client, healthy, count):
-    def one(seed):
+    def request(seed):
         body = {"prompt": f"{seed} of", "max_tokens": 3, "seed": seed, "stream": seed % 2 == 0}
         if seed % 2:
             return post(healthy, "/v1/completions", body)[1]["choices"][0]["text"]
@@ -236,12 +238,12 @@ def test_serves_many_requests_at_once(client, healthy, count):
         return "".join(chunk.choices[0].text for chunk in chunks)
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        texts = list(pool.map(one, range(count)))
-    assert len(texts) == count and texts[7] == one(7)
+        texts = list(pool.map(request, range(count)))
+    assert len(texts) == count and texts[7] == request(7)
 
 
-def raw(server, body, path="/v1/completions"):
-    """A socket that has asked for a stream."""
+def open_stream(server, body, path="/v1/completions"):
+    """Returns a socket that has requested a stream."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", server.port))
@@ -249,48 +251,48 @@ def raw(server, body, path="/v1/completions"):
     return connection
 
 
-def until(true, seconds=20):
+def until(condition, seconds=20):
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def test_reports_the_end_of_each_choice_once():
-    """Of three choices one has ended before anything is heard, one after a piece, and one later."""
+def test_reports_end_of_each_choice_once():
+    """The first of three choices ends before the first update, the second after a chunk, and the third later."""
     token = Token(5, -1.0, 0)
 
-    class Taking:
+    class AcceptingWorker:
         def submit(self, request, listener):
             return Handle(request, listener)
 
-    async def told():
-        asked = ParsedRequest(requests=(Request([1]),) * 3)
-        waiting = PendingRequests(asyncio.get_running_loop(), asked, EngineMetrics(engine()))
-        waiting.submit(Taking())
+    async def collect_updates():
+        parsed = ParsedRequest(requests=(Request([1]),) * 3)
+        waiting = PendingRequests(asyncio.get_running_loop(), parsed, EngineMetrics(make_engine()))
+        waiting.submit(AcceptingWorker())
         first, second, third = waiting.handles
         first.append_output([token], "length")
         second.append_output([token], None)
-        found = []
+        updates = []
         async for indices in waiting.updates():
-            found.append(sorted(indices))
+            updates.append(sorted(indices))
             if second.finish_reason is None:
                 second.append_output([token], "stop")
             elif third.finish_reason is None:
                 third.append_output([], "cancelled")
-        return found
+        return updates
 
-    found = asyncio.run(told())
-    assert found[0] == [0] and all(0 not in indices for indices in found[1:])
-    assert {1, 2} == set().union(*found[1:]) and found[-1] == [2]
+    updates = asyncio.run(collect_updates())
+    assert updates[0] == [0] and all(0 not in indices for indices in updates[1:])
+    assert {1, 2} == set().union(*updates[1:]) and updates[-1] == [2]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_is_gone_frees_its_place(healthy, stream):
+def test_disconnected_client_frees_slot(healthy, stream):
     post(healthy, "/pause", {})
     before = metrics(healthy).get('glm5_replies_total{reason="cancelled"}', 0)
     body = {"prompt": "x", "max_tokens": 60, "stream": stream}
-    connection = raw(healthy, body)
+    connection = open_stream(healthy, body)
     until(lambda: healthy.engine.num_waiting == 1)
     connection.close()
     until(lambda: healthy.engine.num_waiting == 0)
@@ -298,8 +300,10 @@ def test_a_client_that_is_gone_frees_its_place(healthy, stream):
     until(lambda: metrics(healthy)['glm5_replies_total{reason="cancelled"}'] == before + 1)
 
 
-def test_a_slow_reader_holds_back_nobody(healthy):
-    slow = raw(healthy, {"prompt": "x", "max_tokens": 60, "stream": True, "ignore_eos": True})
+def test_slow_reader_does_not_block_others(healthy):
+    slow = open_stream(
+        healthy, {"prompt": "x", "max_tokens": 60, "stream": True, "ignore_eos": True}
+    )
     for _ in range(3):
         assert post(healthy, "/v1/completions", {"prompt": "y", "max_tokens": 3})[0] == 200
     slow.settimeout(20)
@@ -309,14 +313,16 @@ def test_a_slow_reader_holds_back_nobody(healthy):
     slow.close()
 
 
-def test_half_a_request_holds_back_nobody(healthy):
-    half = socket.create_connection(("127.0.0.1", healthy.port))
-    half.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+def test_partial_request_does_not_block_others(healthy):
+    connection = socket.create_connection(("127.0.0.1", healthy.port))
+    connection.sendall(
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    )
     assert post(healthy, "/v1/completions", {"prompt": "y", "max_tokens": 3})[0] == 200
-    half.close()
+    connection.close()
 
 
-def test_pause_and_new_weights(healthy):
+def test_pauses_and_updates_weights(healthy):
     ids = TOKENIZER.encode("To be")
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
     assert post(healthy, "/pause", {}) == (200, {"paused": True})
@@ -328,7 +334,7 @@ def test_pause_and_new_weights(healthy):
         assert post(healthy, "/resume", {}) == (200, {"paused": False})
         got = waiting.result()[1]
     sampling = Sampling(max_tokens=5, temperature=0)
-    want = alone(ids, sampling, seed=1, page_size=16, num_pages=None)
+    want = generate_single(ids, sampling, seed=1, page_size=16, num_pages=None)
     assert got["output_ids"] == want.ids and got["meta_info"]["weight_versions"] == [4] * 5
     assert post(healthy, "/generate", {**body, "weight_version": 0})[0] == 409
     assert post(healthy, "/update_weights", {"path": "0", "version": 0})[0] == 200
@@ -353,10 +359,10 @@ NAMES = (
     body=st.binary(max_size=50)
     | st.dictionaries(st.sampled_from(NAMES), json_values, max_size=5)
     | json_values,
-    sound=st.booleans(),
+    has_valid_fields=st.booleans(),
 )
-def test_no_body_makes_it_fail(healthy, path, body, sound):
-    if sound and isinstance(body, dict):
+def test_survives_any_body(healthy, path, body, has_valid_fields):
+    if has_valid_fields and isinstance(body, dict):
         texts = {"messages": HI, "prompt": "x", "input": "x", "input_ids": [1]}
         body = texts | {"max_tokens": 2} | body
     data = body if isinstance(body, bytes) else json.dumps(body, allow_nan=True).encode()
@@ -370,7 +376,7 @@ def test_no_body_makes_it_fail(healthy, path, body, sound):
         assert json.loads(answer)["error"]["message"]
 
 
-def test_a_key_is_asked_for():
+def test_requires_key():
     with serving(api_key="secret") as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret"}):
             assert get(server, "/v1/models", headers)[0] == 401
@@ -380,17 +386,17 @@ def test_a_key_is_asked_for():
         assert code == 401 and answer["error"]["code"] == "invalid_api_key"
 
 
-def test_pages_of_others_may_not_ask(healthy):
-    own = {"Origin": healthy.url}
-    assert get(healthy, "/v1/models", own)[0] == 200
+def test_rejects_foreign_origins_and_hosts(healthy):
+    headers = {"Origin": healthy.url}
+    assert get(healthy, "/v1/models", headers)[0] == 200
     assert get(healthy, "/v1/models", {"Origin": "http://evil.example"})[0] == 403
-    # A name of theirs may lead here.
+    # A foreign name may resolve to this server.
     rebound = {"Origin": "http://evil.example", "Host": "evil.example"}
     assert get(healthy, "/v1/models", rebound)[0] == 403
     assert get(healthy, "/v1/models", {"Host": f"localhost:{healthy.port}"})[0] == 200
 
 
-def test_limits_and_the_end():
+def test_limits_requests_and_drains():
     with serving(max_requests=2, max_body_bytes=1000, grace_s=30.0) as server:
         assert post(server, "/generate", b"x" * 2000)[0] == 413
         body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
@@ -406,11 +412,11 @@ def test_limits_and_the_end():
             assert post(server, "/v1/completions", body)[0] == 503
             assert not ending.done()
             post(server, "/resume", {})
-            assert [one.result()[0] for one in running] == [200, 200]
+            assert [request.result()[0] for request in running] == [200, 200]
             ending.result(10)
 
 
-def test_an_engine_that_fails_says_so():
+def test_reports_failed_engine():
     with serving() as server:
         assert post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
@@ -425,15 +431,15 @@ def test_an_engine_that_fails_says_so():
 
 
 def memory():
-    """Bytes of this process in memory."""
+    """Returns the resident bytes of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_thousand_tiny_requests_leave_memory_flat(healthy):
-    def some(count):
+def test_ten_thousand_requests_leave_memory_flat(healthy):
+    def send_requests(count):
         connection = http.client.HTTPConnection("127.0.0.1", healthy.port, timeout=60)
         for number in range(count):
             body = {"prompt": f"{number}", "max_tokens": 1, "stream": number % 3 == 0}
@@ -444,9 +450,9 @@ def test_ten_thousand_tiny_requests_leave_memory_flat(healthy):
         connection.close()
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(some, [500] * 4))
+        list(pool.map(send_requests, [500] * 4))
         before = memory()
-        list(pool.map(some, [2500] * 4))
-    grown = memory() - before
-    assert grown < 20e6, f"{grown / 1e6:.0f} MB more after 10,000 requests"
+        list(pool.map(send_requests, [2500] * 4))
+    growth = memory() - before
+    assert growth < 20e6, f"{growth / 1e6:.0f} MB more after 10,000 requests"
     assert get(healthy, "/health")[0] == 200

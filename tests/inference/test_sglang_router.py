@@ -1,4 +1,4 @@
-"""sglang-router in front of the server, where somebody has installed it (`pip install sglang-router`)."""
+"""Tests sglang-router in front of the server, if it is installed (`pip install sglang-router`)."""
 
 import contextlib
 import importlib.util
@@ -25,33 +25,33 @@ pytestmark = [
         importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed"
     ),
 ]
-ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+REQUEST = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager
 def router(url, *options):
-    """The address of one, once it knows a server."""
+    """Runs a router and yields its address once it knows a server."""
     ports = {"--port": free_port(), "--prometheus-port": free_port()}
     options = (*options, *(str(word) for pair in ports.items() for word in pair))
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
     process = subprocess.Popen([*command, "--worker-urls", url, *options])
-    found = f"http://127.0.0.1:{ports['--port']}"
+    address = f"http://127.0.0.1:{ports['--port']}"
     try:
         for _ in range(120):
             try:
-                with urllib.request.urlopen(f"{found}/v1/models", timeout=5) as answer:
+                with urllib.request.urlopen(f"{address}/v1/models", timeout=5) as answer:
                     if json.load(answer)["data"]:
                         break
             except (urllib.error.URLError, ValueError):
                 assert process.poll() is None
             time.sleep(0.5)
-        yield found
+        yield address
     finally:
         process.terminate()
         process.wait(30)
@@ -59,8 +59,8 @@ def router(url, *options):
 
 @pytest.fixture(scope="module")
 def routed(server):
-    with router(server.url) as found:
-        yield found
+    with router(server.url) as address:
+        yield address
 
 
 def generate(url, ids, **headers):
@@ -72,35 +72,37 @@ def generate(url, ids, **headers):
         return json.load(answer)
 
 
-def test_chats_stream_and_ids_pass_through(routed, server):
-    asked = ASKED | {"temperature": 0, "logprobs": True}
+def test_routes_chats_streams_and_ids(routed, server):
+    request_fields = REQUEST | {"temperature": 0, "logprobs": True}
     with (
         openai.OpenAI(base_url=f"{routed}/v1", api_key="x") as through,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as direct,
     ):
-        assert [own.id for own in through.models.list().data] == ["tiny"]
-        one, other = (c.chat.completions.create(**asked).choices[0] for c in (through, direct))
-        chunks = list(through.chat.completions.create(**asked, stream=True))
-    assert one == other and one.finish_reason == "length"
-    said = [getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks]
-    assert "".join(said) == one.message.reasoning_content
+        assert [served_model.id for served_model in through.models.list().data] == ["tiny"]
+        routed_choice, direct_choice = (
+            c.chat.completions.create(**request_fields).choices[0] for c in (through, direct)
+        )
+        chunks = list(through.chat.completions.create(**request_fields, stream=True))
+    assert routed_choice == direct_choice and routed_choice.finish_reason == "length"
+    reasoning = [getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks]
+    assert "".join(reasoning) == routed_choice.message.reasoning_content
     got = generate(routed, [5, 6, 7])
     assert len(got["output_ids"]) == len(got["meta_info"]["output_token_logprobs"]) == 3
 
 
-def test_ranks_inside_a_server_are_routed_to_by_number():
-    """It takes their number from `dp_size` and adds `data_parallel_rank` to every body."""
-    made = engine(make_mesh(AXES), num_pages=100)
+def test_routes_to_ranks_of_server():
+    """The router reads `dp_size` and adds `data_parallel_rank` to every body."""
+    rank_engine = engine(make_mesh(AXES), num_pages=100)
     ids = np.random.default_rng(0).integers(0, CFG.vocab_size, (8, 20)).tolist()
-    with Server(made, Tokenizer.load("bytes"), ServerConfig(port=0)).running() as url:
+    with Server(rank_engine, Tokenizer.load("bytes"), ServerConfig(port=0)).running() as url:
         with router(url, "--dp-aware", "--policy", "manual") as routed:
             for turn in range(2):
                 for session, prompt in enumerate(ids):
-                    told = generate(routed, prompt, **{"X-SMG-Routing-Key": f"session {session}"})
-                    assert told["meta_info"]["cached_tokens"] == 16 * turn
-            # What one session has said is unknown to others, until one that shares their rank has said it.
+                    reply = generate(routed, prompt, **{"X-SMG-Routing-Key": f"session {session}"})
+                    assert reply["meta_info"]["cached_tokens"] == 16 * turn
+            # Another session finds the prompt cached only if it shares the rank of a session that sent it.
             cached = [
                 generate(routed, ids[0], **{"X-SMG-Routing-Key": f"other {other}"})["meta_info"]
                 for other in range(16)
             ]
-    assert 1 <= [own["cached_tokens"] for own in cached].count(0) <= 3
+    assert 1 <= [meta_info["cached_tokens"] for meta_info in cached].count(0) <= 3

@@ -1,4 +1,4 @@
-"""Texts to stop at in chats, whose content has no blanks at its edges: no part of a stop is left in it."""
+"""Tests stop texts in chats, whose content has no blanks at its edges: the content contains no part of a stop text."""
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -15,13 +15,13 @@ LOOK = {"type": "function", "function": {"name": "look"}}
 
 
 def read_content(text, stop, thinking=False, is_streamed=False):
-    """Returns the content of a chat whose model writes a text, and whether it was stopped."""
+    """Returns the content of a chat whose model writes `text`, and whether it was stopped."""
     close = TOKENIZER.special_ids["</think>"] if thinking else None
     sampling = Sampling(stop=stop, stop_after=close, stop_skips_blanks=True)
     stops = StopChecker(sampling, 10_000, tokenizer=TOKENIZER)
     handle = Handle(Request([1], sampling))
-    asked = ParsedRequest(requests=(handle.request,), tools=(LOOK,), thinking=thinking)
-    chats = Chats(asked, [handle], Origin("m", 0), TOKENIZER)
+    parsed = ParsedRequest(requests=(handle.request,), tools=(LOOK,), thinking=thinking)
+    chats = Chats(parsed, [handle], Origin("m", 0), TOKENIZER)
     content, end = "", None
     ids = TOKENIZER.encode(text, parse_special=True)
     for i, token in enumerate(ids):
@@ -44,7 +44,7 @@ def read_content(text, stop, thinking=False, is_streamed=False):
     [
         ("It rains.\nObservation:\nyes", "\nObservation:\n", "It rains."),
         ("It rains. END ", "END ", "It rains."),
-        ("\n\nQ: why", "\n\nQ", "Q: why"),  # blanks before the content are no part of it
+        ("\n\nQ: why", "\n\nQ", "Q: why"),  # blanks before the content do not belong to it
         ("a\n\nQ: why", "\n\nQ", "a"),
         ("a\n\nb", "\n\n", "a"),
         ("a", "\n\n", "a"),
@@ -53,12 +53,12 @@ def read_content(text, stop, thinking=False, is_streamed=False):
         ("It is a<tool_call>look<arg_key>k</arg_key><arg_value>a \nb", "a \n", "It is a"),
     ],
 )
-def test_leaves_no_part_of_a_stop_in_content(text, stop, content, is_streamed):
+def test_removes_stop_text_from_content(text, stop, content, is_streamed):
     assert read_content(text, (stop,), is_streamed=is_streamed)[0].rstrip() == content
-    thought = read_content(f"why\n</think>{text}", (stop,), thinking=True, is_streamed=is_streamed)[
-        0
-    ]
-    assert thought.rstrip() == content
+    content_after_reasoning = read_content(
+        f"why\n</think>{text}", (stop,), thinking=True, is_streamed=is_streamed
+    )[0]
+    assert content_after_reasoning.rstrip() == content
 
 
 @given(
@@ -67,7 +67,7 @@ def test_leaves_no_part_of_a_stop_in_content(text, stop, content, is_streamed):
     is_streamed=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_gives_the_text_before_the_first_stop(text, stop, is_streamed):
+def test_content_ends_before_first_stop(text, stop, is_streamed):
     content, is_stopped = read_content(text, (stop,), is_streamed=is_streamed)
     assert is_stopped == (stop in text.lstrip())
     assert content.rstrip() == text.lstrip().partition(stop)[0].rstrip()

@@ -1,7 +1,8 @@
-"""Texts with characters beyond Latin-1, which take up to four bytes each in memory: refused before they are decoded."""
+"""Tests texts with characters beyond Latin-1, which take up to four bytes each: large ones are rejected before
+decoding.
+"""
 
 import json
-import tracemalloc
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -11,6 +12,7 @@ from glm5_jax.runtime import json_body
 from glm5_jax.runtime.http_server import ApiError, read_json
 from glm5_jax.runtime.json_body import JsonLimits, WideText, parse
 from glm5_jax.text.tokenizer import Tokenizer
+from tests.traced_memory import traced_memory
 
 READER = Reader(Tokenizer.default(), model="m", max_length=20_000, max_requests=1024)
 WORDS = "word and " * 222_000  # 2 MB
@@ -30,21 +32,16 @@ BODIES = {
 
 @pytest.mark.parametrize("ascii_only", [False, True])
 @pytest.mark.parametrize("case", BODIES)
-def test_refuses_a_wide_text_in_twice_the_memory_of_its_body(case, ascii_only):
+def test_rejects_wide_text_in_twice_memory_of_body(case, ascii_only):
     name, value = BODIES[case]
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
-    tracemalloc.start()
-    try:
-        with pytest.raises(ApiError) as caught:
-            getattr(READER, name)(read_json(body, READER.limits), 0)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    with traced_memory() as memory, pytest.raises(ApiError) as caught:
+        getattr(READER, name)(read_json(body, READER.limits), 0)
     assert caught.value.code == "context_length_exceeded" and caught.value.status == 400
-    assert peak < 2.1 * len(body), f"{peak / len(body):.1f} times the body"
+    assert memory.peak < 2.1 * len(body), f"{memory.peak / len(body):.1f} times the body"
 
 
-def test_takes_many_wide_prompts_that_fit():
+def test_accepts_many_wide_prompts_that_fit():
     prompts = ["😀" + "word and " * 1000] * 60
     body = json.dumps({"prompt": prompts}).encode()
     assert len(body) > 2 * json_body.MAX_WIDE_BYTES
@@ -61,7 +58,7 @@ def test_takes_many_wide_prompts_that_fit():
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_decodes_all_wide_texts_of_a_value_that_is_taken(value):
+def test_decodes_all_wide_texts_of_accepted_value(value):
     seen = []
     for ascii_only in (False, True):
         body = json.dumps(value, ensure_ascii=ascii_only).encode()
@@ -72,12 +69,12 @@ def test_decodes_all_wide_texts_of_a_value_that_is_taken(value):
     assert not seen or is_wide
 
 
-def test_keeps_half_a_surrogate_pair_as_other_readers_do():
+def test_reads_half_surrogate_pair_as_json_module():
     body = b'{"a": "' + b"x" * 300_000 + rb'\ud83d", "b": "\ude00"}'
     assert parse(body) == json.loads(body)
 
 
-def test_shows_a_check_the_texts_before_they_are_decoded():
+def test_check_sees_texts_before_decoding():
     seen = []
     body = json.dumps({"a": ["中" * 200_000, "b"]}, ensure_ascii=False).encode()
     value = parse(body, JsonLimits(check=lambda value: seen.append(type(value["a"][0]))))

@@ -1,5 +1,7 @@
-"""A run of the addition policy in a process of its own, on one device, with rewards as they are or as a control has
-them:  python -m tests.journeys.addition WORKDIR CONTROL STEPS CHANGES-AS-JSON"""
+"""Runs the addition policy in a separate process on one device, with plain rewards or those of a control.
+
+python -m tests.journeys.addition WORKDIR CONTROL STEPS CHANGES-AS-JSON
+"""
 
 import dataclasses
 import json
@@ -10,30 +12,34 @@ import numpy as np
 from experiments import rl_reasoning
 
 
-def of_others():
-    """Each reward is one of the 512 before it, drawn by chance; the first one has none."""
+def rewards_of_others():
+    """Returns a control that replaces each reward by a random one of the last 512; the first is 0."""
     draw, values = np.random.default_rng(0), [0.0]
 
     def another(value):
-        found = values[draw.integers(max(0, len(values) - 512), len(values))]
+        previous = values[draw.integers(max(0, len(values) - 512), len(values))]
         values.append(value)
-        return found
+        return previous
 
     return another
 
 
-CONTROLS = {"none": lambda value: value, "others": of_others(), "reversed": lambda value: -value}
+CONTROLS = {
+    "none": lambda value: value,
+    "others": rewards_of_others(),
+    "reversed": lambda value: -value,
+}
 
 
 def main(workdir, control, steps, changes):
-    """Trains; what parts of the rewards say is always of the attempt itself."""
+    """Trains with controlled rewards. Parts of the rewards are those of the attempt."""
     judge, change = rl_reasoning.partial_digit_reward, CONTROLS[control]
 
-    def judged(task, attempt):
+    def judge_with_control(task, attempt):
         reward = judge(task, attempt)
         return dataclasses.replace(reward, value=change(reward.value))
 
-    rl_reasoning.partial_digit_reward = judged
+    rl_reasoning.partial_digit_reward = judge_with_control
     config = dataclasses.replace(rl_reasoning.addition(), **json.loads(changes))
     train = dataclasses.replace(config.train, steps=int(steps) or None, eval_interval=100)
     dataclasses.replace(config, train=train).make_stage(workdir).run()

@@ -1,4 +1,4 @@
-"""The programs of agentic RL around a random policy of one layer that is asked for sums:
+"""The programs of agentic RL with a random policy of one layer, on tasks of addition.
 
     python -m launch.local --experiment=tests/journeys/agentic_system.py:small --experiment.checkpoint=DIR --workdir=OUT
 
@@ -66,7 +66,7 @@ def get_config(variant: str = "small") -> AgenticConfig:
 
 
 def save(folder) -> None:
-    """A checkpoint of random weights, and its tokenizer."""
+    """Writes a checkpoint of random weights, and its tokenizer."""
     params = glm5.init_params(MODEL, jax.random.key(0))
     save_hf(params, folder, cfg=MODEL, tokenizer=Tokenizer.load("bytes"))
 

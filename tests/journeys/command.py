@@ -1,4 +1,4 @@
-"""Runs of launch/run.py in processes of their own, as a user starts them."""
+"""Runs launch/run.py in separate processes, as a user starts them."""
 
 import subprocess
 import sys
@@ -7,16 +7,19 @@ from glm5_jax.metrics.metrics_log import read
 from tests.contracts.source_tree import ROOT
 
 
-def launched(env, experiment, workdir, fields, program=("launch.run",)):
-    """The metrics of a run. program: a module that reads the arguments of launch/run.py, and its own before them."""
+def run_experiment(env, experiment, workdir, fields, program=("launch.run",)):
+    """Returns the metrics of a run.
+
+    program: module that reads the arguments of launch/run.py, with its additional arguments first.
+    """
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
     command = [f"--experiment=experiments/{experiment}", f"--workdir={workdir}", *flags]
-    made = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", *program, *command],
         cwd=ROOT,
         env=env,
         capture_output=True,
         text=True,
     )
-    assert made.returncode == 0, made.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]
     return read(workdir)

@@ -1,4 +1,4 @@
-"""Agentic RL with all its programs, each a process: they work side by side, and whoever is killed, the run ends as it should."""
+"""Agentic RL with all its programs as processes: they overlap, and a run whose programs are killed still completes."""
 
 import os
 import random
@@ -43,34 +43,36 @@ def start(program, workdir, checkpoint, *flags):
 
 
 def pids(workdir):
-    """The running process of each program."""
-    found = {}
+    """Returns the running process of each program."""
+    running = {}
     for event in read_events(workdir / "roles"):
         name = f"{event.role}-{event.index}"
         if event.what == "started":
-            found[name] = event.pid
+            running[name] = event.pid
         elif event.what in ("died", "stopped", "finished", "moved", "failed"):
-            found.pop(name, None)
-    return found
+            running.pop(name, None)
+    return running
 
 
-def learnt(workdir):
-    """Admission numbers of the groups of each step."""
+def admission_orders(workdir):
+    """Returns the admission numbers of the groups of each step."""
     steps, groups = column(read(workdir), "group/order")
     return dict(zip(steps, groups))
 
 
-def check_ended_well(workdir, steps=STEPS):
-    found = learnt(workdir)
-    assert list(found) == list(range(1, steps + 1))
-    orders = [order for own in found.values() for order in own]
-    assert len(orders) == 2 * steps and len(set(orders)) == len(orders), "nothing is learnt twice"
+def check_completed_run(workdir, steps=STEPS):
+    orders_of_step = admission_orders(workdir)
+    assert list(orders_of_step) == list(range(1, steps + 1))
+    orders = [order for step_orders in orders_of_step.values() for order in step_orders]
+    assert len(orders) == 2 * steps and len(set(orders)) == len(orders), (
+        "a group was trained on twice"
+    )
     assert max(column(read(workdir), "policy/staleness")[1]) <= 2
     assert not pids(workdir)
 
 
 def overlapping(first, second):
-    """The share of the seconds in which the first has something in hand that the second has, too."""
+    """Returns the share of the busy seconds of the first program in which the second is busy too."""
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in first.spans for c, d in second.spans)
     return both / sum(b - a for a, b in first.spans)
 
@@ -85,7 +87,7 @@ EVEN = {
 
 
 @pytest.mark.parametrize("staleness", [2, 0])
-def test_it_trains_while_others_sample(checkpoint, tmp_path, staleness):
+def test_trains_while_engines_sample(checkpoint, tmp_path, staleness):
     """Nearly all the time; without staleness, which is the control, nearly never."""
     workdir, steps = tmp_path / "run", EVEN["schedule.total_steps"]
     changes = EVEN | {"max_staleness": staleness}
@@ -95,7 +97,7 @@ def test_it_trains_while_others_sample(checkpoint, tmp_path, staleness):
     compiled = time.time()
     out = process.communicate(timeout=600)[0]
     assert "train-0 finished" in out and f"after {steps} steps" in out, out
-    check_ended_well(workdir, steps)
+    check_completed_run(workdir, steps)
     lives = read_utilization(workdir)
     assert len({life.pid for life in lives}) == len(PROGRAMS) == len(lives)
     since = {life.name: life for life in read_utilization(workdir, compiled)}
@@ -111,7 +113,7 @@ def test_it_trains_while_others_sample(checkpoint, tmp_path, staleness):
     assert f"after {steps} steps" in again and "started" not in again
 
 
-def test_a_run_that_was_stopped_goes_on(checkpoint, tmp_path):
+def test_stopped_run_resumes(checkpoint, tmp_path):
     workdir = tmp_path / "run"
     process = start("launch.local", workdir, checkpoint)
     wait_for_step(process, workdir, 4)
@@ -122,11 +124,11 @@ def test_a_run_that_was_stopped_goes_on(checkpoint, tmp_path):
     assert all(ends(pid) for pid in before)
     out = start("launch.local", workdir, checkpoint).communicate(timeout=600)[0]
     assert "train-0 finished" in out, out
-    check_ended_well(workdir)
+    check_completed_run(workdir)
 
 
-def test_whoever_is_killed_the_run_ends_and_learns_nothing_twice(checkpoint, tmp_path):
-    """At random moments, each program in turn, until all have died several times."""
+def test_run_completes_after_kills_of_every_program(checkpoint, tmp_path):
+    """Kills one program after the other at random moments, until all have died several times."""
     workdir, draw = tmp_path / "run", random.Random(0)
     steps = 4 * STEPS
     flags = [f"--experiment.schedule.total_steps={steps}", "--experiment.batch_timeout_s=600"]
@@ -144,12 +146,12 @@ def test_whoever_is_killed_the_run_ends_and_learns_nothing_twice(checkpoint, tmp
     assert process.returncode == 0, out
     died = [e for e in read_events(workdir / "roles") if e.what == "died"]
     assert len(died) >= KILLS and {f"{e.role}-{e.index}" for e in died} >= set(PROGRAMS)
-    check_ended_well(workdir, steps)
+    check_completed_run(workdir, steps)
 
 
 def wait_for_step(process, workdir, step):
     until = time.monotonic() + 300
-    while max(learnt(workdir), default=0) < step:
+    while max(admission_orders(workdir), default=0) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until
         time.sleep(0.1)

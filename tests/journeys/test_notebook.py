@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, as they would on Colab."""
+"""Notebooks run from top to bottom, as they would on Colab."""
 
 import pathlib
 
@@ -13,7 +13,7 @@ NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.timeout(600)
-def test_a_notebook_runs(path, monkeypatch):
+def test_notebook_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     notebook = nbformat.read(path, as_version=4)

@@ -1,4 +1,4 @@
-"""A run in two processes, as on a pod: one training, one set of checkpoints, data for each."""
+"""A run in two processes, as on a pod: one training, one set of checkpoints, data for each process."""
 
 import os
 import signal
@@ -18,15 +18,15 @@ from tests.contracts.source_tree import ROOT
 from tests.journeys.test_pretrain import command, losses
 
 DEVICES = 4  # over all processes
-# Weights are cut over processes. No samples, which only one process can write.
+# Weights are sharded over processes. There are no samples, which only one process can write.
 SHAPE = {"mesh.fsdp": -1, "mesh.expert": 2, "sample.prompts": ()}
 UNCACHED = {
     "JAX_ENABLE_COMPILATION_CACHE": "false"
-}  # pallas_kernels.compat.disable_mesh_program_cache says why
+}  # reason: pallas_kernels.compat.disable_mesh_program_cache
 
 
 def start(workdir, processes: int, devices: int | None = None, **more) -> list[subprocess.Popen]:
-    """The processes of a run, with so many devices each (default: their part of DEVICES); outputs are piped."""
+    """Starts the processes of a run, each with `devices` devices (None: its share of DEVICES), with piped outputs."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -46,7 +46,7 @@ def start(workdir, processes: int, devices: int | None = None, **more) -> list[s
 
 
 def finish(processes, code: int = 0) -> list[str]:
-    """Outputs of the processes, all of which must end with this code."""
+    """Returns the outputs of the processes, each of which must end with this code."""
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     for process, output in zip(processes, outputs):
         assert process.returncode == code, output
@@ -60,7 +60,7 @@ def wait_for(met, processes) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def unbroken(tmp_path_factory) -> Path:
     """The folder of a run in two processes that nothing breaks."""
     workdir = tmp_path_factory.mktemp("whole")
     finish(start(workdir, 2, **SHAPE))
@@ -68,7 +68,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_processes_that_share_a_row_read_the_same_data(tmp_path):
+def test_processes_of_one_row_read_same_data(tmp_path):
     shape = {"mesh.context": DEVICES, "train.steps": 5}
     for processes in (1, 2):
         finish(start(tmp_path / str(processes), processes, **shape))
@@ -81,7 +81,7 @@ def test_processes_that_share_a_row_read_the_same_data(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_an_error_in_one_process_is_an_error_in_all(broken):
+def test_error_in_one_process_reaches_all(broken):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -116,22 +116,22 @@ for attempt in (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [[1], [0, 1]], ids=["one", "all"])
-def test_a_signal_saves_one_step_in_all_processes_and_nothing_is_lost(whole, tmp_path, told):
+@pytest.mark.parametrize("signalled", [[1], [0, 1]], ids=["one", "all"])
+def test_signal_saves_same_step_in_all_processes(unbroken, tmp_path, signalled):
     processes = start(tmp_path, 2, **SHAPE)
     wait_for(lambda: metrics_log.read(tmp_path), processes)
-    for number in told:
+    for number in signalled:
         processes[number].send_signal(signal.SIGTERM)
     outputs = finish(processes, EXIT_RESTART)
     step = latest_step(tmp_path)
     assert step < 12 and all(f"stopped after step {step};" in out for out in outputs)
     assert f"resuming at step {step}" in finish(start(tmp_path, 2, **SHAPE))[0]
-    assert losses(tmp_path) == losses(whole)
+    assert losses(tmp_path) == losses(unbroken)
     assert any((tmp_path / "hosts" / "1").iterdir())
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_takes_the_others_with_it_and_all_go_on(whole, tmp_path):
+def test_all_processes_restart_after_one_is_killed(unbroken, tmp_path):
     flags = [*command(tmp_path, **SHAPE)[1:], "--hosts=2", f"--devices={DEVICES // 2}"]
     launched = subprocess.Popen(
         [sys.executable, "-m", "launch.local", *flags],
@@ -148,14 +148,12 @@ def test_a_process_that_is_killed_takes_the_others_with_it_and_all_go_on(whole, 
     assert "train-0 died was killed by SIGKILL" in out and "train-0 started (start 2)" in out
     assert not first.exists()
     assert "resuming at step" in (tmp_path / "roles" / "train-0.0.log").read_text()
-    assert losses(tmp_path) == losses(whole)
+    assert losses(tmp_path) == losses(unbroken)
 
 
 @pytest.mark.slow
-def test_on_half_the_hosts_and_on_all_again_a_run_learns_the_same_from_the_same_batches(
-    whole, tmp_path
-):
-    """As when a slice is lost: from the last checkpoint on, one process has the whole of each batch."""
+def test_resumes_on_fewer_and_more_hosts_with_same_losses(unbroken, tmp_path):
+    """Simulates the loss of a slice: one process has all rows of each batch after the last checkpoint."""
     processes = start(tmp_path, 2, **SHAPE)
     wait_for(lambda: latest_step(tmp_path), processes)
     for process in processes:
@@ -165,22 +163,26 @@ def test_on_half_the_hosts_and_on_all_again_a_run_learns_the_same_from_the_same_
     [half] = finish(start(tmp_path, 1, DEVICES // 2, **SHAPE, **{"train.steps": step + 2}))
     assert "on 2 cpu device(s)" in half and f"resuming at step {step}" in half
     assert f"resuming at step {step + 2}" in finish(start(tmp_path, 2, **SHAPE))[0]
-    found, wanted = ({row[:2]: row[2] for row in losses(own)} for own in (tmp_path, whole))
-    assert wanted.keys() <= found.keys()
+    losses_at, wanted = (
+        {row[:2]: row[2] for row in losses(folder)} for folder in (tmp_path, unbroken)
+    )
+    assert wanted.keys() <= losses_at.keys()
     for at, value in wanted.items():
-        np.testing.assert_allclose(found[at], value, rtol=2e-5, err_msg=str(at))
-    tokens = [metrics_log.column(metrics_log.read(own), "tokens") for own in (tmp_path, whole)]
+        np.testing.assert_allclose(losses_at[at], value, rtol=2e-5, err_msg=str(at))
+    tokens = [
+        metrics_log.column(metrics_log.read(folder), "tokens") for folder in (tmp_path, unbroken)
+    ]
     assert tokens[0] == tokens[1], "a batch is as large as before"
 
 
 def processes_of(workdir) -> list[int]:
-    """Of the run in a folder, in the order of their numbers."""
-    found = {}
+    """Returns the processes of the run in a folder, in the order of their numbers."""
+    pids = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().split("\0")
         except OSError:
             continue
         if f"--workdir={workdir}" in words and words[-2].startswith("--distributed="):
-            found[int(words[-2].rpartition(",")[2])] = int(folder.name)
-    return [found[number] for number in sorted(found)]
+            pids[int(words[-2].rpartition(",")[2])] = int(folder.name)
+    return [pids[number] for number in sorted(pids)]

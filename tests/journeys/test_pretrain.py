@@ -1,4 +1,4 @@
-"""A run from the command line to its report: on a mesh, finished, resumed elsewhere, killed."""
+"""A run from the command line to its report: on a mesh, finished, resumed on another mesh, killed."""
 
 import json
 import os
@@ -50,7 +50,7 @@ DENSE = {"model.first_k_dense_replace": 2, "model.num_nextn_predict_layers": 0}
 
 
 def command(workdir, **more) -> list[str]:
-    """Arguments of a run of a very small model on Shakespeare."""
+    """Returns the arguments of a run of a very small model on Shakespeare."""
     fields = {f"model.{k}": v for k, v in MODEL.items()} | OTHERS | more
     spec = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
     return [
@@ -62,8 +62,8 @@ def command(workdir, **more) -> list[str]:
 
 
 @pytest.fixture
-def alone(plain_env):
-    """Runs a command in a process with one device; its exit code and what it wrote on stderr."""
+def run_on_one_device(plain_env):
+    """Returns a function that runs a command in a process with one device; it returns (exit code, stderr)."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
 
     def run_alone(arguments) -> tuple[int, str]:
@@ -86,9 +86,9 @@ def losses(workdir) -> list:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, capsys):
-    here = {"mesh.fsdp": 2, "mesh.expert": 4}
-    assert run.main(command(tmp_path, **here)) == 0
+def test_run_trains_reports_and_resumes_on_another_mesh(tmp_path, capsys):
+    mesh = {"mesh.fsdp": 2, "mesh.expert": 4}
+    assert run.main(command(tmp_path, **mesh)) == 0
     out, err = capsys.readouterr()
     rows = metrics_log.read(tmp_path)
     steps, loss = metrics_log.column(rows, "loss/ce")
@@ -112,13 +112,13 @@ def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, ca
     summary = out[out.index("\n\n") :]
 
     began = time.monotonic()
-    assert run.main(command(tmp_path, **here)) == 0  # finished: shown again, at once
+    assert run.main(command(tmp_path, **mesh)) == 0  # finished: shown again, at once
     assert time.monotonic() - began < 10
     assert summary.strip().endswith(capsys.readouterr().out.strip())
     assert metrics_log.read(tmp_path) == rows
 
     (tmp_path / "report" / "index.html").unlink()  # as if killed before it was written
-    assert run.main(command(tmp_path, **here)) == 0
+    assert run.main(command(tmp_path, **mesh)) == 0
     assert (tmp_path / "report" / "index.html").read_text() == page
 
     other = {"mesh.fsdp": 4, "mesh.expert": 2, "train.steps": 14}
@@ -127,12 +127,12 @@ def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, ca
     assert metrics_log.read(tmp_path)[: len(rows)] == rows
     assert store.latest_step(tmp_path) == 14
 
-    assert run.main(command(tmp_path, **{**here, "model.q_lora_rank": 20})) == 2
+    assert run.main(command(tmp_path, **{**mesh, "model.q_lora_rank": 20})) == 2
     assert "model.q_lora_rank was 24, is 20" in capsys.readouterr().err
 
 
-def test_a_run_that_saved_nothing_leaves_nothing_to_the_next(tmp_path):
-    """Killed before its first checkpoint, of another configuration; it had its own baselines. On a mesh."""
+def test_unsaved_run_leaves_nothing_to_next_run(tmp_path):
+    """On a mesh. The first run had another configuration and was killed before its first checkpoint."""
     with metrics_log.MetricsLog(tmp_path) as log:
         log.write({"step": 0, "baseline/unigram": 9.0})
         log.write({"step": 1, "loss/ce": 9.0})
@@ -149,7 +149,7 @@ def test_a_run_that_saved_nothing_leaves_nothing_to_the_next(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
-def test_rejects_a_late_line_without_text_before_the_run_starts(tmp_path, capsys):
+def test_rejects_late_line_without_text_before_start(tmp_path, capsys):
     lines = [json.dumps({"text": f"line {i}"}) for i in range(12_000)]
     lines[11_990] = '{"body": "text"}'
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
@@ -161,20 +161,18 @@ def test_rejects_a_late_line_without_text_before_the_run_starts(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_tokenizer_smaller_than_the_vocabulary_ends_texts_and_other_data_are_refused(
-    tmp_path, alone
-):
-    """Ids without a token are sampled at first, and the model must end texts as its data does."""
+def test_small_tokenizer_ends_texts_and_other_data_is_refused(tmp_path, run_on_one_device):
+    """Ids without a token are sampled at first. The model must end texts with the tokens of its data."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {i} of many"}) + "\n" for i in range(200)))
     tokenizer = Tokenizer.train(["to be or not to be"], 300)
     tokenizer.save(tmp_path / "tokenizer")
-    own = {
+    fields = {
         "tokenizer": tmp_path / "tokenizer",
         "data.sources": [{"kind": "jsonl", "path": str(text)}],
     }
     flags = {"train.steps": 1, "sample.temperature": 5.0, "sample.tokens": 20} | DENSE
-    assert alone(command(tmp_path / "run", **own, **flags))[0] == 0
+    assert run_on_one_device(command(tmp_path / "run", **fields, **flags))[0] == 0
     assert "\ufffd" in (tmp_path / "run" / "samples" / "1.txt").read_text()
     before = (tmp_path / "run" / "config.json").read_text()
     model = json.loads(before)["model"]
@@ -182,13 +180,13 @@ def test_a_tokenizer_smaller_than_the_vocabulary_ends_texts_and_other_data_are_r
     assert model["pad_token_id"] == tokenizer.pad_id
 
     text.write_text(text.read_text().replace("line", "LINE"))
-    code, err = alone(command(tmp_path / "run", **own, **flags | {"train.steps": 2}))
+    code, err = run_on_one_device(command(tmp_path / "run", **fields, **flags | {"train.steps": 2}))
     assert code == 2 and "resume with the same data" in err
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_equals_the_unbroken_one(tmp_path, plain_env):
+def test_killed_run_equals_unbroken_run(tmp_path, plain_env):
     def start(workdir):
         return subprocess.Popen(
             [sys.executable, "-m", "launch.run", *command(workdir)[1:]],
@@ -199,8 +197,8 @@ def test_killed_at_any_moment_a_run_equals_the_unbroken_one(tmp_path, plain_env)
             text=True,
         )
 
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = start(whole)
+    unbroken, broken = tmp_path / "whole", tmp_path / "broken"
+    process = start(unbroken)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     kills = 0
@@ -222,14 +220,16 @@ def test_killed_at_any_moment_a_run_equals_the_unbroken_one(tmp_path, plain_env)
     process = start(broken)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
-    assert losses(broken) == losses(whole)
-    assert (broken / "samples" / "12.txt").read_text() == (whole / "samples" / "12.txt").read_text()
+    assert losses(broken) == losses(unbroken)
+    assert (broken / "samples" / "12.txt").read_text() == (
+        unbroken / "samples" / "12.txt"
+    ).read_text()
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_compiles_at_once_and_saves_one_that_has_learnt(tmp_path, plain_env):
-    def interrupted(comes):
-        """(exit code, seconds that it took, output) of a run that gets Ctrl-C once this holds of a line."""
+def test_ctrl_c_ends_compiling_run_and_saves_training_run(tmp_path, plain_env):
+    def interrupt_run(comes):
+        """Runs the command and sends Ctrl-C after the first matching line. Returns (exit code, seconds, output)."""
         process = subprocess.Popen(
             [sys.executable, "-m", "launch.run", *command(tmp_path)[1:], *steps],
             cwd=ROOT,
@@ -250,10 +250,10 @@ def test_ctrl_c_ends_a_run_that_compiles_at_once_and_saves_one_that_has_learnt(t
 
     steps = ["--experiment.schedule.total_steps=100000", "--experiment.train.eval_interval=0"]
     steps += ["--experiment.train.log_interval=5"]  # the step saved is not the last one logged
-    code, seconds, output = interrupted("a batch of")
+    code, seconds, output = interrupt_run("a batch of")
     assert (code, store.latest_step(tmp_path)) == (EXIT_RESTART, None), output
     assert output.endswith("\nstopped, with nothing to save\n") and seconds < 5
-    code, _, output = interrupted("step 5/")
+    code, _, output = interrupt_run("step 5/")
     assert code == EXIT_RESTART and "Traceback" not in output
     assert "\nstopping once this step is made and saved" in output
     assert f"stopped after step {store.latest_step(tmp_path)}; the same command goes on" in output

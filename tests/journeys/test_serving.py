@@ -1,4 +1,4 @@
-"""A saved model served by the command in README, asked by a client and by its own page, and told to end."""
+"""A saved model, served by the command of README, with a client, its page, and a signal to end."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ CHROMIUM = shutil.which("chromium")
 
 
 @contextlib.contextmanager
-def served(folder, env):
-    """(process, URL) of the server of a HuggingFace folder."""
+def serve_folder(folder, env):
+    """Yields (process, URL) of the server of a HuggingFace folder."""
     options = (
         "server.port=0",
         "engine.prefill_chunk=32",
@@ -42,13 +42,13 @@ def served(folder, env):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_command_serves_and_ends_when_what_runs_has_ended(tmp_path):
+def test_serves_and_ends_after_running_requests(tmp_path):
     save_hf(model(), tmp_path, tokenizer=Tokenizer.default())
     with (
-        served(tmp_path, dict(os.environ)) as (process, url),
+        serve_folder(tmp_path, dict(os.environ)) as (process, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
-        whole = client.chat.completions.create(
+        complete = client.chat.completions.create(
             model="glm-5-tiny", messages=HI, max_tokens=20, temperature=0
         )
         stream = client.chat.completions.create(
@@ -57,18 +57,18 @@ def test_the_command_serves_and_ends_when_what_runs_has_ended(tmp_path):
         first = next(stream)
         process.send_signal(signal.SIGTERM)
         chunks = [first, *stream]
-        assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+        assert chunks[-1].choices[0].finish_reason == complete.choices[0].finish_reason == "length"
         text = "".join(
             getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks
         )
-        assert text == whole.choices[0].message.reasoning_content
+        assert text == complete.choices[0].message.reasoning_content
         assert process.wait(60) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian's package is called so)")
 @pytest.mark.timeout(300)
-def test_the_page_chats():
+def test_page_chats():
     from playwright.sync_api import sync_playwright
 
     with serving(api_key="secret") as server, sync_playwright() as playwright:

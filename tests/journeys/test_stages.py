@@ -1,4 +1,4 @@
-"""One run from a dense model without indexers to an assistant: each stage takes up what the one before left."""
+"""One run from a dense model without indexers to an assistant: each stage starts from the one before."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ CHATS = ChatSourceConfig(
 )
 
 
-def life():
+def lifecycle():
     base = ExperimentConfig(
         name="dense",
         model=one_layer(num_nextn_predict_layers=0),
@@ -70,16 +70,14 @@ def life():
 
 
 def weights(config, folder):
-    found = store.load_params(folder, glm5.abstract_params(config.model))
-    return jax.device_get(tree.flatten(found))
+    params = store.load_params(folder, glm5.abstract_params(config.model))
+    return jax.device_get(tree.flatten(params))
 
 
 @pytest.mark.slow
-def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_then_from_chats(
-    tmp_path, capsys, monkeypatch
-):
+def test_dense_model_becomes_sparse_chat_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
-    config = life()
+    config = lifecycle()
     assert (
         stage_runner.run_stages(types.SimpleNamespace(), config, tmp_path, PreemptionGuard()) == 0
     )
@@ -89,17 +87,17 @@ def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_the
     assert {path for path in warm if path not in dense} == {p for p in warm if "indexer/" in p}
     for path, before in dense.items():
         np.testing.assert_array_equal(warm[path], before, err_msg=path)
-    # Of one layer with no experts everything learns.
+    # With one layer and no experts, every weight is trained.
     assert all((sparse[path] != before).any() for path, before in warm.items())
     assert all((tuned[path] != before).any() for path, before in sparse.items())
-    # What the last one learnt is the layout that its tokenizer brings along, and that it is asked in.
+    # The last stage trains on the layout of its tokenizer, and its samples have this layout too.
     template = (tmp_path / "sft" / "tokenizer" / "chat_template.jinja").read_text()
     assert template == layouts.template("glm5.2") != layouts.template("glm5")
     assert (tmp_path / "sparse" / "tokenizer" / "chat_template.jinja").read_text() != template
-    said = (tmp_path / "sft" / "samples" / f"{STEPS}.txt").read_text()
-    asked = "<|user|>a=3+4 a?<|assistant|><think>"
-    assert said.startswith(f"[gMASK]<sop><|system|>Reasoning Effort: Max{asked}")
-    assert f"\n\n[gMASK]<sop>{asked}</think>" in said
+    samples = (tmp_path / "sft" / "samples" / f"{STEPS}.txt").read_text()
+    question = "<|user|>a=3+4 a?<|assistant|><think>"
+    assert samples.startswith(f"[gMASK]<sop><|system|>Reasoning Effort: Max{question}")
+    assert f"\n\n[gMASK]<sop>{question}</think>" in samples
     page = (tmp_path / "report" / "index.html").read_text()
     assert page.index(">dense<") < page.index(">warm_up<") < page.index(">sparse<")
     assert "random weights" in page and capsys.readouterr().out.count("all stages") == len(STAGES)

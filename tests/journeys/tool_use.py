@@ -1,5 +1,7 @@
-"""launch/run.py whose verifier of tools has its rewards as a control of `addition` has them:
-python -m tests.journeys.tool_use CONTROL ARGUMENTS"""
+"""Runs launch/run.py with the rewards of the tool verifier changed by a control of `addition`.
+
+python -m tests.journeys.tool_use CONTROL ARGUMENTS
+"""
 
 import dataclasses
 import sys
@@ -10,14 +12,14 @@ from tests.journeys.addition import CONTROLS
 
 
 def main(control, *arguments):
-    """Exit code; what parts of the rewards say is always of the attempt itself."""
+    """Returns the exit code. Parts of the rewards are those of the attempt."""
     judge, change = TirVerifier.__call__, CONTROLS[control]
 
-    async def judged(self, task, attempt):
+    async def judge_with_control(self, task, attempt):
         reward = await judge(self, task, attempt)
         return dataclasses.replace(reward, value=change(reward.value))
 
-    TirVerifier.__call__ = judged
+    TirVerifier.__call__ = judge_with_control
     return run.main(["run", *arguments])
 
 

@@ -24,6 +24,7 @@ CASES = {  # number of rows, rows in use, queries of a block, b, t, k, multiple
     "too many rows to pack with the bits": (2**26, [0, 5, 2**25, 2**26 - 1], 8, 1, 9, 3, 1),
     "many queries": (9, range(9), 31, 1, 40, 4, 4),
     "one query": (20, range(20), 1, 2, 3, 6, 4),
+    "one query, more entries than rows": (20, range(20), 1, 2, 3, 50, 4),
 }
 
 

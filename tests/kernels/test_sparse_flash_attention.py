@@ -130,6 +130,19 @@ def test_hopper_sparse_attention_equals_oracle():
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@over_implementations(KERNEL, slow="gpu")
+@pytest.mark.parametrize(
+    "topk", [[0, -1, 5], [-1] * 70 + [3, 7, 19]], ids=["after row 0", "more entries than rows"]
+)
+def test_sparse_attention_of_single_query_skips_gaps(implementation, topk):
+    is_hopper = getattr(implementation, "name", None) == "gpu"
+    args = problem(1, 1, 40 if is_hopper else 2)  # with 40 heads, its blocks have one query too
+    topk = np.asarray(topk, np.int32)[None, None]
+    got = jitted_run(implementation)(*args, topk)
+    for ours, theirs in zip(got, reference(*args, topk), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
 @pytest.mark.slow
 @over_implementations(KERNEL)
 def test_sparse_attention_sums_bfloat16_in_float32(implementation):
@@ -260,6 +273,19 @@ def test_decodes_over_pages(t, slots, packed, implementation):
         np.testing.assert_allclose(
             np.asarray(ours, np.float64), theirs, atol=3e-2 if packed else 2e-5
         )
+
+
+@over_implementations(KERNEL, slow="gpu")
+@pytest.mark.parametrize("page", in_tiers([0], [-1]))
+def test_paged_attention_of_empty_sequence_is_zero(page, implementation):
+    """Its page table names no page, or one that holds NaN."""
+    q, _, pages, table, topk = paged_problem(1, 4, jnp.float32)
+    decode = functools.partial(
+        paged_sparse_attention, scale=SCALE, value_dim=32, implementation=implementation
+    )
+    out, lse = jax.jit(decode)(q, pages, table.at[1].set(page), topk.at[1].set(-1))
+    assert np.isfinite(out[0]).all() and not np.asarray(out[1]).any()
+    assert np.isinf(lse[1]).all() and np.isfinite(lse[0]).all()
 
 
 @over_implementations(KERNEL, slow="xla gpu")

@@ -1,7 +1,7 @@
-"""An experiment of several programs, each small and real: two engines, a gateway, an orchestrator, and what trains.
+"""An experiment of small real programs: two engines, a gateway, an orchestrator and a trainer.
 
-What trains asks the orchestrator's address, says what it was told, and ends well after `seconds`; before that it dies `deaths` times. Told to
-stop, it saves, as much as there is to save, and ends as launch.run does.
+The trainer requests the orchestrator's arguments, prints them and completes after `seconds`. Before that it dies
+`deaths` times. On SIGTERM it saves and exits like launch.run.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ def stopped(*_):
 signal.signal(signal.SIGTERM, stopped)
 with open(lives, "a") as file:
     file.write("life\\n")
-print(urllib.request.urlopen(url + "/given").read().decode())
+print(urllib.request.urlopen(url + "/arguments").read().decode())
 print("trains as", os.getpid(), flush=True)
 time.sleep(seconds)
 if lives.read_text().count("\\n") <= deaths:
@@ -30,7 +30,11 @@ if lives.read_text().count("\\n") <= deaths:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Ports: 0 is any; the engines have two. seconds, deaths: of what trains, which counts its lives in a file."""
+    """Config of the small system.
+
+    Ports are 0 for any free port; the engines have two. `seconds` and `deaths` are of the trainer, which counts its
+    starts in the file `lives`.
+    """
 
     engine_port: int = 0
     gateway_port: int = 0
@@ -56,15 +60,15 @@ def get_config(variant: str = "tiny") -> System:
 
 
 def roles(config: System, command) -> list[Role]:
-    """What trains comes last, though it is listed first."""
+    """Returns the roles; the trainer starts last, though it is listed first."""
 
     def server(name: str, port: int, *words: str, **more) -> Role:
         argv = ["{python}", SMALL, "{host}", "{port}", "{ready}", *words]
         return Role(name=name, argv=argv, port=port, grace_s=20, restarts=limits, **more)
 
     limits = Restarts(max_restarts=config.limit, initial_delay_s=0.05, max_delay_s=0.05)
-    own = [str(config.seconds), str(config.deaths), config.lives]
-    words = ["{python}", "-c", TRAIN, "{orchestrator.url}", *own]
+    arguments = [str(config.seconds), str(config.deaths), config.lives]
+    words = ["{python}", "-c", TRAIN, "{orchestrator.url}", *arguments]
     words += ["{distributed}"] if config.train_hosts > 1 else []
     hosts, devices = config.train_hosts, config.train_devices
     engines = dict(count=2, devices=config.engine_devices, tpu_topology="2x2x1")

@@ -1,4 +1,4 @@
-"""Root file systems of base images: whose packages they have, what they get of this machine, and errors of one line."""
+"""Root file systems of base images: their packages, settings of this machine, and errors of one line."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from glm5_jax.envs.terminal import BuildConfig, Nop, Oracle, TrialRunner, load_task
 from launch import base_image
-from tests.envs.terminal.folders import TOML, own
+from tests.envs.terminal.folders import TOML, make_task
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="files of other users are root's to make")
 
@@ -31,7 +31,7 @@ install.constraint='/etc/constraints.txt'
 freeze.timeout='9'
 """
 
-# In the place of mmdebstrap: as it ends well.
+# A replacement of mmdebstrap that succeeds.
 BOOTSTRAP = """#!/bin/sh
 for word; do case $word in */base.partial) folder=$word ;; esac; done
 echo "I: running apt-get update..." >&2
@@ -52,7 +52,7 @@ exit 25
 
 @pytest.fixture
 def bootstrap(tmp_path, monkeypatch):
-    """Puts a script in the place of mmdebstrap."""
+    """Returns a function that replaces mmdebstrap by a script."""
 
     def put(text: str) -> None:
         program = tmp_path / "bin/mmdebstrap"
@@ -64,7 +64,7 @@ def bootstrap(tmp_path, monkeypatch):
     return put
 
 
-def test_takes_sources_of_running_system_and_no_others():
+def test_takes_only_sources_of_running_system():
     assert base_image.source_lines(TARGETS, "bookworm") == [
         "deb http://mirror.example/debian/ bookworm main contrib",
         "deb http://mirror.example/debian/ bookworm-updates main",
@@ -113,7 +113,7 @@ def test_makes_root_file_system(tmp_path, bootstrap, capsys, image):
 
 
 @needs_root
-def test_leaves_nothing_if_packages_cannot_be_had(tmp_path, bootstrap, capsys):
+def test_leaves_nothing_if_packages_are_missing(tmp_path, bootstrap, capsys):
     bootstrap(FAILURE)
     assert base_image.main([str(tmp_path / "base"), "--suite=noble"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -145,7 +145,7 @@ def test_refuses_mirror_without_suite(tmp_path, bootstrap, capsys):
     assert "--mirror is given without --suite; give both" in capsys.readouterr().err
 
 
-def test_refuses_machine_that_cannot_make_it(tmp_path, monkeypatch):
+def test_refuses_machine_that_cannot_build(tmp_path, monkeypatch):
     root = tmp_path / "base"
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     with pytest.raises(ValueError, match="it needs root"):
@@ -186,7 +186,9 @@ def test_tasks_build_over_real_root_file_system(tmp_path, capsys):
     assert base_image.main([str(root)]) == 0, capsys.readouterr().err
     solve = "readlink /usr/bin/python | xargs basename > /workspace/answer\n"
     toml = TOML.replace("256", "2048")  # MB of disk
-    task = load_task(own(tmp_path, dockerfile=DOCKERFILE, tests=TESTS, solve=solve, toml=toml))
+    task = load_task(
+        make_task(tmp_path, dockerfile=DOCKERFILE, tests=TESTS, solve=solve, toml=toml)
+    )
     images = {"ghcr.io/laude-institute/t-bench/ubuntu-24-04": str(root)}
 
     async def rewards():

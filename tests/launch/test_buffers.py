@@ -1,4 +1,4 @@
-"""What fills a device's memory, from the compiler's errors, texts and dumps."""
+"""Large buffers in a device's memory, from the compiler's errors, texts and dumps."""
 
 import jax
 import jax.numpy as jnp
@@ -70,16 +70,16 @@ Peak buffers:
 """
 
 
-def test_an_error_says_what_a_program_needs_and_what_there_is():
-    found = parse_memory_error(TPU_REFUSES)
-    assert found == (round(223.52 * GIB), round(95.74 * GIB))
+def test_reads_needed_and_available_memory_of_error():
+    sizes = parse_memory_error(TPU_REFUSES)
+    assert sizes == (round(223.52 * GIB), round(95.74 * GIB))
     assert parse_memory_error(TPU_LISTS) == (round(21.95 * GIB), round(15.48 * GIB))
     early = "Aborting early: unlikely to have enough memory. Requires 3.50T, has 14.49G available."
     assert parse_memory_error(early) == (round(3.5 * 1024 * GIB), round(14.49 * GIB))
     assert parse_memory_error(GPU_LISTS) is None
 
 
-def test_allocations_that_an_error_lists_are_named_by_what_made_them():
+def test_names_allocations_of_error_by_operation():
     assert parse_allocations(TPU_LISTS) == [
         (round(4.5 * GIB), "jit(train)/while/body/tanh"),
         (512 * 2**20, "copy.2 = copy(fusion.5)"),
@@ -91,8 +91,8 @@ def test_allocations_that_an_error_lists_are_named_by_what_made_them():
     assert parse_allocations(TPU_REFUSES) == []
 
 
-# What libtpu 0.0.42 makes of a scan that keeps two arrays of each layer, shortened.
-KEPT = """\
+# Output of libtpu 0.0.42 for a scan that keeps two arrays of each layer, shortened.
+SCAN = """\
 HloModule jit_saved, is_scheduled=true
 
 %fused (a: f32[12,64,32], b: s32[], c: f32[64,32]) -> f32[12,64,32] {
@@ -149,18 +149,18 @@ HloLiveRange (max 84):
 """
 
 
-def test_buffers_alive_at_the_peak_are_named_by_what_fills_them():
-    kept = 12 * 64 * 32 * 4
+def test_names_buffers_at_peak_by_operation():
+    num_bytes = 12 * 64 * 32 * 4
     alive = [
         DeviceBuffer(
-            kept, "jit(saved)/while/body/tanh", "f32[12,64,32]"
-        ),  # what goes from layer to layer
-        DeviceBuffer(kept, "jit(saved)/while/body/sub", "f32[12,64,32]"),
+            num_bytes, "jit(saved)/while/body/tanh", "f32[12,64,32]"
+        ),  # activations between layers
+        DeviceBuffer(num_bytes, "jit(saved)/while/body/sub", "f32[12,64,32]"),
         DeviceBuffer(49152, "w", "f32[12,32,32]"),
         DeviceBuffer(24576, "convert of w", "bf16[12,32,32]"),
         DeviceBuffer(84, "jit(saved)/pair", "bf16[6,7]"),
     ]
-    text = KEPT.replace("calls=%unknown, ", "calls=%pairs, ").replace(
+    text = SCAN.replace("calls=%unknown, ", "calls=%pairs, ").replace(
         "ENTRY", "%pairs (p: f32[12,32,32]) -> (f32[8], bf16[6,7]) {\n"
         "  ROOT %made = (f32[8]{0}, bf16[6,7]{1,0}) custom-call()\n}\n\nENTRY"
     )  # fmt: skip
@@ -174,20 +174,20 @@ def test_buffers_alive_at_the_peak_are_named_by_what_fills_them():
     ("layout", "counts"),
     [("{1,0:T(8,128)}", 1), ("{1,0:T(8,128)S(1)}", 0), ("{1,0:S(1)}", 1), ("{1,0:T(8,128)S(5)}", 0), ("{1,0:S(5)}", 0)],
 )  # fmt: skip
-def test_only_what_is_in_a_chips_large_memory_counts(layout, counts):
+def test_counts_only_main_memory_of_chip(layout, counts):
     text = f"HloModule f\n\nENTRY %main (x: f32[8,8]) -> f32[8,8] {{\n  ROOT %x = f32[8,8]{layout} parameter(0)\n}}\n"
     assert len(find_large_buffers(text, 1)) == counts
 
 
-def test_without_live_ranges_every_large_array_counts_once():
-    found = find_large_buffers(KEPT, 10_000)
-    assert [b.shape for b in found] == ["f32[12,64,32]"] * 2 + ["f32[12,32,32]", "bf16[12,32,32]"]
-    assert [b.what.rpartition("/")[2] for b in found[:2]] == ["tanh", "sub"]
+def test_counts_every_large_array_without_live_ranges():
+    buffers = find_large_buffers(SCAN, 10_000)
+    assert [b.shape for b in buffers] == ["f32[12,64,32]"] * 2 + ["f32[12,32,32]", "bf16[12,32,32]"]
+    assert [b.what.rpartition("/")[2] for b in buffers[:2]] == ["tanh", "sub"]
 
 
 @pytest.fixture
 def no_cache():
-    """XLA dumps only what it compiles."""
+    """Disables the compilation cache, because XLA dumps only programs that it compiles."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -195,7 +195,7 @@ def no_cache():
     compilation_cache.reset_cache()
 
 
-def test_buffers_of_a_program_that_is_compiled_here(tmp_path, no_cache):
+def test_finds_buffers_of_compiled_program(tmp_path, no_cache):
     def saved(w, x):
         return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
 
@@ -210,19 +210,21 @@ def test_buffers_of_a_program_that_is_compiled_here(tmp_path, no_cache):
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)})
     assert temporary_bytes(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
     text, ranges = read_dump(tmp_path)
-    found = find_large_buffers(text, 12 * 512 * 64 * 4, ranges)
-    assert found and {b.shape for b in found} == {"f32[12,512,64]"}
-    kept = [
-        b.what for b in found
+    buffers = find_large_buffers(text, 12 * 512 * 64 * 4, ranges)
+    assert buffers and {b.shape for b in buffers} == {"f32[12,512,64]"}
+    names = [
+        b.what for b in buffers
     ]  # each layer's input, which is the tanh before it, and tanh's slope
-    assert kept == [f"jit(saved)/jvp()/while/body/closed_call/{n}" for n in ("tanh", "tanh", "sub")]
+    assert names == [
+        f"jit(saved)/jvp()/while/body/closed_call/{n}" for n in ("tanh", "tanh", "sub")
+    ]
     memory = compiled.memory_analysis()
     everything = sum(b.num_bytes for b in find_large_buffers(text, 0, ranges))
     in_use = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert 0.8 < everything / in_use <= 1
 
 
-def test_temporaries_are_those_of_the_main_memory(tmp_path):
+def test_counts_temporaries_of_main_memory(tmp_path):
     (tmp_path / "module_0001.after_optimizations-buffer-assignment.txt").write_text("""\
 allocation 0: size 512, thread-local:
 allocation 1: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:

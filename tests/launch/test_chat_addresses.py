@@ -6,14 +6,15 @@ import pytest
 from aiohttp import web
 
 from glm5_jax.inference.client import MAX_BYTES, Client, ServerError
-from glm5_jax.runtime.http_server import HttpServer, ListenConfig, check_url
+from glm5_jax.runtime.addresses import check_url
+from glm5_jax.runtime.http_server import HttpServer, ListenConfig
 from launch import chat
 
 NO_URLS = ["localhost", "http://", "http://[", "http://a b", "http://a:port", "file:///etc", "http://a\nb", "http://a:99999999"]  # fmt: skip
 
 
 @pytest.mark.parametrize("url", NO_URLS)
-def test_refuses_what_is_no_url(url, capsys):
+def test_refuses_invalid_url(url, capsys):
     assert chat.main(["chat", f"--url={url}"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: url is ") and "give one such as http://HOST:PORT" in shown
@@ -21,13 +22,13 @@ def test_refuses_what_is_no_url(url, capsys):
         check_url("orchestrator", url)
 
 
-def test_takes_the_urls_of_servers():
+def test_accepts_urls_of_servers():
     for url in ("http://127.0.0.1:8000", "https://example.org/api/", "http://[::1]:80", "http://h"):
         check_url("url", url)
 
 
 class Strange(HttpServer):
-    """A server whose models and streams are whatever a test gives."""
+    """Server with the models and streams of a test."""
 
     def __init__(self, models: bytes, stream: bytes):
         super().__init__(ListenConfig(port=0))
@@ -47,7 +48,7 @@ class Strange(HttpServer):
 @pytest.mark.parametrize(
     "models", [b"", b"{}", b'{"data": []}', b"[1]", b"\xff", b"[" * 100_000], ids=range(6)
 )
-def test_says_that_models_are_none(models, capsys):
+def test_refuses_invalid_models(models, capsys):
     with Strange(models, b"").running() as url:
         assert chat.main(["chat", f"--url={url}"]) == 2
     assert "is not of this API" in capsys.readouterr().err
@@ -71,13 +72,13 @@ def test_reads_streams_of_other_servers():
     + [b'data: {"choices": "' + b"x" * (MAX_BYTES + 1) + b'"}\n'],
     ids=range(7),
 )  # fmt: skip
-def test_says_that_a_stream_is_none(stream):
+def test_refuses_invalid_stream(stream):
     with Strange(b"", chunk(delta={}) + stream).running() as url:
         with pytest.raises(ServerError, match="is not of this API"):
             list(Client(url).chat([]))
 
 
-def test_shows_calls_that_come_in_pieces(capsys):
+def test_shows_calls_of_several_chunks(capsys):
     calls = [{"index": 0, "function": {"name": "f", "arguments": ""}}, {"index": 0, "function": {"arguments": "{}"}}, 7]  # fmt: skip
     stream = b"".join(chunk(delta={"tool_calls": [call], "content": 3}) for call in calls)
     lines = iter(["hi", "/quit"])

@@ -61,7 +61,7 @@ def test_reads_both_forms_alike():
     assert short.workdir == long.workdir
 
 
-# The table of a new user's mistakes, and others like them.
+# Mistakes of new users.
 @pytest.mark.parametrize(
     ("words", "message"),
     [

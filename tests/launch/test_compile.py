@@ -1,4 +1,4 @@
-"""The report on a pod's train step, and what the user is told if there is none."""
+"""The report on a pod's train step, and the messages without a report."""
 
 import json
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from launch.aot import program_report
 from launch.aot.program_report import SHAPES
 from launch.aot.programs import saved_activation_bytes
 
-# Few layers, matrices without Newton-Schulz and no MTP, which take most of the time to trace.
+# Few layers, no Newton-Schulz and no MTP, which take most of the time to trace.
 SMALL_POD = [
     "compile",
     "--experiment=experiments/pretrain.py:tiny",
@@ -30,7 +30,7 @@ MESH = {"fsdp": 4, "expert": 2}
 
 @pytest.fixture(scope="module")
 def program():
-    """The train step of the small pod."""
+    """Returns the train step of the small pod."""
     return pod.lower_step(command_line.parse(SMALL_POD).config, abstract_mesh(MESH))
 
 
@@ -55,11 +55,11 @@ def test_passes_options_and_shortcuts_of_pod_to_its_compiler(name, program, monk
     def refuse(compiler_options):
         raise Refused(compiler_options)
 
-    own = program._replace(lowered=SimpleNamespace(compile=refuse))
+    refusing = program._replace(lowered=SimpleNamespace(compile=refuse))
     monkeypatch.setattr(program_report, "program_hash", lambda lowered: "0")
     target = pods.parse(name)
     with pytest.raises(Refused) as caught:
-        program_report.report_of("tiny", name, own, abstract_mesh(MESH), target, 0.0)
+        program_report.report_of("tiny", name, refusing, abstract_mesh(MESH), target, 0.0)
     (options,) = caught.value.args
     assert options.pop("xla_dump_to")
     assert options == target.options | target.shortcuts
@@ -67,14 +67,14 @@ def test_passes_options_and_shortcuts_of_pod_to_its_compiler(name, program, monk
 
 def test_prints_report_as_json(report, capsys):
     assert pod.main([*SMALL_POD, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     same = {
         "hash": report.hash,
         "argument_bytes": report.argument_bytes,
         "saved_activation_bytes": report.saved_activation_bytes,
         "fits": None,
     }
-    assert {name: told[name] for name in same} == same
+    assert {name: result[name] for name in same} == same
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_prints_hash_of_json(report, capsys):
 
 
 @pytest.mark.slow
-def test_report_on_a_step_that_learns_from_samples(capsys):
+def test_reports_step_that_trains_on_samples(capsys):
     fields = {"mesh.fsdp": 2, "mesh.expert": 2, "rows": 8, "length": 64}
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
     assert pod.main(["compile", "--experiment=experiments/rl_reasoning.py:addition", *flags]) == 0
@@ -101,9 +101,9 @@ def test_report_on_a_step_that_learns_from_samples(capsys):
 
 
 def test_reports_bytes_of_each_kind(report):
-    """float32 weights and moments, of which each device has an eighth."""
-    whole = 4 * command_line.parse(SMALL_POD).config.model.num_stored_parameters
-    assert whole / 8 <= report.argument_bytes["params"] < 1.2 * whole / 8
+    """float32 weights and moments; each device has an eighth."""
+    total = 4 * command_line.parse(SMALL_POD).config.model.num_stored_parameters
+    assert total / 8 <= report.argument_bytes["params"] < 1.2 * total / 8
     assert report.argument_bytes["batch"] == 5 * 4 * 128
     assert report.saved_activation_bytes > 0 and report.fits is None and report.model_flops > 0
 
@@ -117,21 +117,21 @@ def test_reports_bytes_of_each_kind(report):
         ({"accumulate": "local", "rows_per_device": 4, "remat": "offload"}, 0),
     ],
 )
-def test_counts_kept_bytes_of_microbatch(step, share):
-    """Each layer's input on two devices; in the host's memory it is not counted."""
+def test_counts_saved_bytes_of_microbatch(step, share):
+    """The input of each layer on two devices; bytes in host memory do not count."""
     fields = {"batch.start": 2048, "batch.end": 2048, "mesh.expert": 1, "mesh.fsdp": 2}
     fields |= {f"step.{name}": value for name, value in ({"remat": "full"} | step).items()}
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
     config = command_line.parse([*SMALL_POD, *flags]).config
-    made = trace_step(config, abstract_mesh({"fsdp": 2}))
+    traced = trace_step(config, abstract_mesh({"fsdp": 2}))
     model = config.model
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     inputs = layers * 1024 * model.hidden_size * 4
-    assert saved_activation_bytes(made.traced.jaxpr.jaxpr) == share * inputs
+    assert saved_activation_bytes(traced.traced.jaxpr.jaxpr) == share * inputs
 
 
-def test_counts_share_of_tokens_that_crosses_to_a_slice():
-    """Two experts of sixteen, of which eight are elsewhere."""
+def test_counts_share_of_tokens_that_crosses_slices():
+    """Two of sixteen experts per token; eight experts are in the other slice."""
     assert crossing_share(16, 2, 2) == pytest.approx(1 - 8 * 7 / (16 * 15))
 
 
@@ -153,18 +153,16 @@ def test_lowers_step_with_share_of_tokens_that_crosses():
         ("pretrain.py:tiny", {"mesh.fsdp": 8, "sample.prompts": "()", "train.eval_interval": 0}),
     ],
 )
-def test_a_run_trains_with_the_program_that_is_told_beforehand(
-    experiment, fields, tmp_path, capsys
-):
-    """On the devices of this machine."""
+def test_run_trains_with_reported_program(experiment, fields, tmp_path, capsys):
+    """Runs on the devices of this machine."""
     fields = {"train.steps": 1} | fields
     small = ["compile", f"--experiment=experiments/{experiment}"]
     small += [f"--experiment.{name}={value}" for name, value in fields.items()]
     assert pod.main([*small, "--topology=cpu", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     command_line.parse(small).config.make_stage(tmp_path).run()
     logged = column(read(tmp_path), "program")[1]
-    assert told["hash"] in logged and told["temporary_bytes"] > 0
+    assert result["hash"] in logged and result["temporary_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +175,7 @@ def test_a_run_trains_with_the_program_that_is_told_beforehand(
         ("reward_model.py:tiny", "reward_model:tiny does not train by make_step"),
     ],
 )
-def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys):
+def test_refuses_unsupported_experiment_in_one_line(experiment, message, capsys):
     mesh = [] if "lifecycle" in experiment else ["--experiment.mesh.fsdp=2"]
     assert pod.main(["compile", f"--experiment=experiments/{experiment}", *mesh]) == 2
     err = capsys.readouterr().err
@@ -204,7 +202,7 @@ def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys
         (["--hash", "--hlo=text"], "--hash compiles nothing that --hlo could write; leave out one"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(changes, message, capsys):
+def test_reports_mistake_in_one_line(changes, message, capsys):
     assert pod.main(SMALL_POD + changes) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from experiments import lifecycle  # noqa: F401 imports most of what experiments import, outside the tests' time
+# Imports most modules of experiments, outside the time of the tests.
+from experiments import lifecycle  # noqa: F401
 from experiments.ablations import attention_kinds  # noqa: F401
 from glm5_jax.runtime.config_fields import FieldTree, check_path, tree_of
 from glm5_jax.runtime.config_flags import to_frozen, to_mutable
@@ -26,7 +27,7 @@ def test_finds_every_experiment():
 
 
 def vars_of(path) -> set[str]:
-    """Names that a file defines at its top level, by a search that does not parse it."""
+    """Returns the names that a file defines at its top level, by a search that does not parse it."""
     lines = path.read_text().splitlines()
     return {"get_config" for line in lines if line.startswith(("def get_config(", "get_config ="))}
 
@@ -63,7 +64,7 @@ def test_locates_names_and_files(tmp_path, monkeypatch):
             locate(wrong)
 
 
-def test_describes_variants_and_every_field_with_type_value_and_meaning():
+def test_describes_variants_and_fields():
     spec = "pretrain:tiny"
     config = command_line.load(spec)[1]
     text = experiment_help.describe(*find(spec), config)

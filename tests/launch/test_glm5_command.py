@@ -60,7 +60,7 @@ def test_prints_help_and_fails_without_command(capsys):
 
 
 @pytest.mark.parametrize("command", [c for c in glm5.COMMANDS if c not in ("list", "serve")])
-def test_every_command_is_a_program(command):
+def test_every_command_is_program(command):
     folder = "experiments" if command in glm5.TOOLS else "launch"
     assert callable(importlib.import_module(f"{folder}.{command}").main)
 

@@ -1,4 +1,4 @@
-"""Reading the collectives of a compiled program."""
+"""Reads the collectives of a compiled program."""
 
 import time
 
@@ -12,7 +12,7 @@ from glm5_jax.parallel.mesh import make_mesh
 from launch.aot.hlo import Collective, axes_of, find_collectives, groups_along
 
 
-def test_collectives_of_a_program_that_is_compiled_here():
+def test_finds_collectives_of_compiled_program():
     mesh = make_mesh(fsdp=2, expert=4)
 
     def local(x):  # [2, 8]
@@ -27,10 +27,12 @@ def test_collectives_of_a_program_that_is_compiled_here():
     rows = P(("fsdp", "expert"))
     run = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
     text = jax.jit(run).lower(np.ones((16, 8), np.float32)).compile().as_text()
-    found = {axes_of(c, mesh) + (c.kind,): c for c in find_collectives(text)}
+    collectives = {axes_of(c, mesh) + (c.kind,): c for c in find_collectives(text)}
     fsdp, expert = groups_along(mesh, "fsdp"), groups_along(mesh, "expert")
     swapped = tuple((i, (i + 4) % 8) for i in range(8))
-    plain = {k: c._replace(op_name="", pairs=tuple(sorted(c.pairs))) for k, c in found.items()}
+    plain = {
+        k: c._replace(op_name="", pairs=tuple(sorted(c.pairs))) for k, c in collectives.items()
+    }
     assert plain == {
         ("expert", "all-reduce"): Collective(
             kind="all-reduce", num_bytes=64, times=15, in_loop=True, groups=expert, moved=96
@@ -51,7 +53,7 @@ def test_collectives_of_a_program_that_is_compiled_here():
             kind="all-to-all", num_bytes=64, times=1, in_loop=False, groups=expert, moved=48
         ),
     }
-    assert "while/body" in found["fsdp", "all-reduce"].op_name
+    assert "while/body" in collectives["fsdp", "all-reduce"].op_name
 
 
 TPU = """\
@@ -87,9 +89,9 @@ ENTRY %main (x: bf16[64,256]) -> bf16[64,256] {
 """
 
 
-def test_collectives_of_a_tpu_program():
+def test_finds_collectives_of_tpu_program():
     fours, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
-    part, whole, everyone = 16 * 256 * 2, 64 * 256 * 2, (tuple(range(8)),)
+    part, full, everyone = 16 * 256 * 2, 64 * 256 * 2, (tuple(range(8)),)
     assert find_collectives(TPU) == [
         Collective(
             kind="reduce-scatter",
@@ -101,11 +103,11 @@ def test_collectives_of_a_tpu_program():
         ),
         Collective(
             kind="all-gather",
-            num_bytes=whole,
+            num_bytes=full,
             times=75,
             in_loop=True,
             groups=fours,
-            moved=whole * 3 // 4,
+            moved=full * 3 // 4,
         ),
         Collective(
             kind="all-reduce",
@@ -145,12 +147,12 @@ def test_collectives_of_a_tpu_program():
     ]
 
 
-def test_rows_that_exist_travel_not_the_room_for_the_worst_case():
-    there, back = (
+def test_counts_only_existing_rows_of_ragged_exchange():
+    forward, back = (
         next(c for c in find_collectives(text) if c.kind == "ragged-all-to-all")
         for text in (TPU.replace("%y = bf16[96,", "%y = bf16[8,"), TPU)
     )
-    assert (there.moved, back.moved) == (8 * 512 // 2, 32 * 512 // 2)
+    assert (forward.moved, back.moved) == (8 * 512 // 2, 32 * 512 // 2)
 
 
 STARTED = """\
@@ -211,28 +213,28 @@ ENTRY %main (x: f32[64]) -> f32[64] {{
         ),
     ],
 )
-def test_the_halves_of_an_asynchronous_collective_count_once(begun, ended, kind, num_bytes):
+def test_counts_asynchronous_collective_once(begun, ended, kind, num_bytes):
     text = STARTED.format(begun=begun, ended=ended)
     if kind != "reduce-scatter" or "async" not in begun:
         text = text.replace("reduce-scatter(%p)", "slice(%p)")
-    (found,) = find_collectives(text)
-    assert (found.kind, found.num_bytes, found.times) == (kind, num_bytes, 1)
+    (collective,) = find_collectives(text)
+    assert (collective.kind, collective.num_bytes, collective.times) == (kind, num_bytes, 1)
 
 
-def test_groups_in_another_form_are_not_taken_for_all_devices():
+def test_rejects_groups_of_unknown_form():
     with pytest.raises(ValueError, match="replica_groups=ring.* has an unsupported form"):
-        find_collectives(summed("ring['a'=2,'b'=2]{b}"))
+        find_collectives(sum_program("ring['a'=2,'b'=2]{b}"))
 
 
-def summed(groups: str) -> str:
-    """A program with one sum over these groups."""
+def sum_program(groups: str) -> str:
+    """Returns a program with one sum over these groups."""
     line = f"%s = f32[64]{{0}} all-reduce(%p), replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
     text = STARTED.format(begun=line, ended="%d = f32[64]{0} copy(%s)")
     return text.replace("reduce-scatter(%p)", "slice(%p)")
 
 
 @pytest.mark.parametrize(
-    ("said", "groups"),
+    ("text", "groups"),
     [
         ("mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
         ("mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
@@ -247,12 +249,12 @@ def summed(groups: str) -> str:
         ("mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", ((0, 1), (2, 3), (4, 5), (6, 7))),
     ],
 )
-def test_groups_by_the_axes_of_a_mesh(said, groups):
-    [found] = find_collectives(summed(said))
-    assert tuple(sorted(tuple(sorted(group)) for group in found.groups)) == groups
+def test_reads_groups_by_mesh_axes(text, groups):
+    [collective] = find_collectives(sum_program(text))
+    assert tuple(sorted(tuple(sorted(group)) for group in collective.groups)) == groups
 
 
-def test_groups_along_an_axis():
+def test_lists_groups_along_axis():
     mesh = make_mesh(fsdp=2, expert=4)
     assert groups_along(mesh, "expert") == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert groups_along(mesh, "fsdp") == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -266,7 +268,7 @@ def over(groups, pairs=()):
     )
 
 
-def test_axes_of_a_collective_are_found_from_its_groups():
+def test_finds_axes_of_collective():
     mesh = AbstractMesh((2, 4, 3), ("fsdp", "expert", "context"))
     for axes in (("fsdp",), ("expert",), ("fsdp", "context"), ("fsdp", "expert", "context")):
         groups = groups_along(mesh, *axes)
@@ -280,19 +282,19 @@ def test_axes_of_a_collective_are_found_from_its_groups():
         axes_of(over(groups_along(mesh, "fsdp")), make_mesh(fsdp=8))
 
 
-def test_axes_of_a_permutation_are_those_in_which_source_and_target_differ():
+def test_finds_axes_of_permutation():
     mesh = AbstractMesh((2, 4, 3), ("fsdp", "expert", "context"))
     ids = np.arange(24).reshape(2, 4, 3)
 
-    def rolled(*axes):
+    def roll_ids(*axes):
         return tuple(zip(ids.ravel().tolist(), np.roll(ids, 1, axes).ravel().tolist()))
 
-    assert axes_of(over((), rolled(1)), mesh) == ("expert",)
-    assert axes_of(over((), rolled(0, 2)), mesh) == ("fsdp", "context")
+    assert axes_of(over((), roll_ids(1)), mesh) == ("expert",)
+    assert axes_of(over((), roll_ids(0, 2)), mesh) == ("fsdp", "context")
     assert axes_of(over((), ((5, 5), (4, 4))), mesh) == ()
 
 
-def test_axes_of_hundreds_of_collectives_of_a_large_mesh_take_no_time():
+def test_finds_axes_of_many_collectives_quickly():
     mesh = AbstractMesh((16, 64, 2), ("fsdp", "expert", "context"))
     names = [("fsdp",), ("expert",), ("context",), ("fsdp", "expert"), ("fsdp", "context")]
     many = [over(groups_along(mesh, *names[i % 5])) for i in range(500)]

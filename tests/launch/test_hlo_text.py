@@ -1,4 +1,4 @@
-"""Instructions of a compiled program's text, and how often its loops run."""
+"""Instructions in the text of a compiled program, and how often its loops run."""
 
 import pytest
 
@@ -69,11 +69,11 @@ SIMPLE = {
         ({"direction": "GT"}, None),
     ],
 )
-def test_trips_of_a_loop_follow_from_a_counter_that_meets_a_constant(changed, times):
-    found = count_runs(parse_hlo(LOOP.format(**(SIMPLE | changed))))
-    assert found["body"] == (times, True)
-    assert found["condition"] == (None if times is None else times + 1, True)
-    assert found["main"] == (1, False)
+def test_counts_trips_of_loop_with_constant_bound(changed, times):
+    runs = count_runs(parse_hlo(LOOP.format(**(SIMPLE | changed))))
+    assert runs["body"] == (times, True)
+    assert runs["condition"] == (None if times is None else times + 1, True)
+    assert runs["main"] == (1, False)
 
 
 NESTED = """\
@@ -108,20 +108,20 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
 
 
-def test_runs_multiply_along_calls_and_add_up_over_callers():
+def test_multiplies_runs_along_calls_and_adds_callers():
     names = ("test", "test.1", "right", "started")
     ends = "".join(
         f"%{n} (z: f32[8]) -> f32[8] {{\n  ROOT %z = f32[8] parameter(0)\n}}\n\n" for n in names
     )
-    found = count_runs(parse_hlo(NESTED.replace("%inner (", ends + "%inner (", 1)))
-    assert found["outer"] == (3, True)
-    assert found["inner"] == (15, True)
-    assert found["test"] == (3 * 6, True)
-    assert found["shared"] == (3 + 1, True)
-    assert found["started"] == found["left"] == found["right"] == (1, False)
+    runs = count_runs(parse_hlo(NESTED.replace("%inner (", ends + "%inner (", 1)))
+    assert runs["outer"] == (3, True)
+    assert runs["inner"] == (15, True)
+    assert runs["test"] == (3 * 6, True)
+    assert runs["shared"] == (3 + 1, True)
+    assert runs["started"] == runs["left"] == runs["right"] == (1, False)
 
 
-def test_bytes_and_elements_of_shapes():
+def test_reads_bytes_and_elements_of_shapes():
     assert shape_bytes("bf16[64,256]{1,0:T(8,128)(2,1)S(1)}") == 64 * 256 * 2
     assert shape_bytes("(f32[8]{0}, pred[4]{0}, s4[3], u32[], token[])") == 32 + 4 + 2 + 4
     assert shape_bytes("f8e4m3fn[5,2]") == 10
@@ -131,7 +131,7 @@ def test_bytes_and_elements_of_shapes():
     assert tuple_elements("()") == []
 
 
-def test_instructions_have_operands_names_and_where_they_come_from():
+def test_reads_operands_names_and_sources_of_instructions():
     text = """\
 HloModule jit_f, num_partitions=4, replica_count=2
 

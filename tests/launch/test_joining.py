@@ -1,4 +1,4 @@
-"""How the processes of a pod find each other: by a list of hosts, and by what schedulers say."""
+"""Processes of a pod join by a list of hosts, or by the environment of a scheduler."""
 
 import os
 import random
@@ -23,21 +23,23 @@ print(multihost.all_gather_objects(jax.process_index()), jax.device_count(), jax
 """
 
 
-def joined(each: list[tuple[str, dict[str, str]]], before: str = "") -> list[str]:
-    """What processes say that are told each this and have each this environment besides; on two devices each. before: code that
-    they run first."""
+def run_processes(each: list[tuple[str, dict[str, str]]], before: str = "") -> list[str]:
+    """Returns the last output line of each process, from (value of the flag, additional environment).
+
+    Each process has two devices. before: code that the processes run first.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "XLA_", "JAX_NUM"))}
     env |= {"JAX_NUM_CPU_DEVICES": "2"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", before + CODE, word],
             cwd=ROOT,
-            env=env | own,
+            env=env | extra,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for word, own in each
+        for word, extra in each
     ]
     outputs = [process.communicate(timeout=120)[0] for process in started]
     for process, output in zip(started, outputs):
@@ -46,7 +48,7 @@ def joined(each: list[tuple[str, dict[str, str]]], before: str = "") -> list[str
 
 
 def slurm(job: int, index: int) -> dict[str, str]:
-    """The environment of one of two tasks on two nodes, of which the first is this one."""
+    """Returns the environment of one of two tasks on two nodes; this machine is the first."""
     return {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_NODELIST": "localhost,node2",
@@ -58,7 +60,7 @@ def slurm(job: int, index: int) -> dict[str, str]:
 
 
 def job_with_a_free_port() -> int:
-    """A number for which the port that jax derives of it (jax/_src/clusters/slurm_cluster.py) is free."""
+    """Returns a job number whose port, as jax/_src/clusters/slurm_cluster.py derives it, is free."""
     while True:
         job = random.randrange(4096)
         with socket.socket() as probe:
@@ -66,17 +68,17 @@ def job_with_a_free_port() -> int:
                 return job
 
 
-def test_processes_of_a_list_of_hosts_are_one_program():
+def test_joins_processes_of_host_list():
     port = find_free_port("127.0.0.1")
-    said = joined([(f"localhost:{port},2,{index}", {}) for index in range(2)])
-    assert said == ["[0, 1] 4 2"] * 2
+    outputs = run_processes([(f"localhost:{port},2,{index}", {}) for index in range(2)])
+    assert outputs == ["[0, 1] 4 2"] * 2
 
 
 @pytest.mark.slow
-def test_tasks_of_slurm_are_one_program():
+def test_joins_tasks_of_slurm():
     job = job_with_a_free_port()
-    said = joined([("auto", slurm(job, index)) for index in range(2)])
-    assert said == ["[0, 1] 4 2"] * 2
+    outputs = run_processes([("auto", slurm(job, index)) for index in range(2)])
+    assert outputs == ["[0, 1] 4 2"] * 2
 
 
 TPU = """
@@ -88,8 +90,8 @@ cluster.running_in_cloud_tpu_vm = tpu.running_in_cloud_tpu_vm = True
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_hosts_of_slices_of_tpus_are_one_program(slices):
-    """As GKE tells them where they are; only that these are TPU machines is pretended."""
+def test_joins_hosts_of_tpu_slices(slices):
+    """GKE sets the addresses in the environment. Only the TPU devices are simulated."""
     hosts = 2 // slices
     each = [
         {
@@ -103,19 +105,19 @@ def test_hosts_of_slices_of_tpus_are_one_program(slices):
         for port in [find_free_port("127.0.0.1")]
         for index in range(2)
     ]
-    assert joined([("auto", own) for own in each], TPU) == ["[0, 1] 4 2"] * 2
+    assert run_processes([("auto", extra) for extra in each], TPU) == ["[0, 1] 4 2"] * 2
 
 
 @pytest.mark.slow
-def test_a_list_of_hosts_means_the_same_inside_of_a_task_of_slurm():
-    """As of programs that a task starts itself: neither their number nor their devices are the task's."""
+def test_host_list_overrides_slurm_task():
+    """Programs that a task starts have other numbers and devices than the task."""
     task, port = slurm(1, 1), find_free_port("127.0.0.1")
-    said = joined([(f"localhost:{port},2,{index}", task) for index in range(2)])
-    assert said == ["[0, 1] 4 2"] * 2
+    outputs = run_processes([(f"localhost:{port},2,{index}", task) for index in range(2)])
+    assert outputs == ["[0, 1] 4 2"] * 2
 
 
 @pytest.mark.parametrize(
-    ("environment", "alone"),
+    ("environment", "takes_all"),
     [
         ({}, False),
         (slurm(1, 0), True),
@@ -124,14 +126,14 @@ def test_a_list_of_hosts_means_the_same_inside_of_a_task_of_slurm():
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),
     ],
 )
-def test_who_has_a_host_for_itself_takes_all_its_gpus(environment, alone, monkeypatch):
-    """jax gives a task of Slurm or MPI one GPU unless it is told which."""
+def test_single_task_of_host_takes_all_gpus(environment, takes_all, monkeypatch):
+    """jax gives a task of Slurm or MPI one GPU by default."""
     import jax
 
     from launch import local
 
-    told = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: told.append(given))
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
     machine = local.LocalMachine(
         platform="cuda", devices=[str(number) for number in range(8)], cores=[0]
     )
@@ -141,12 +143,12 @@ def test_who_has_a_host_for_itself_takes_all_its_gpus(environment, alone, monkey
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     run.join_pod("auto")
-    [given] = told
-    assert given == {"local_device_ids": range(8) if alone else None}
+    [options] = calls
+    assert options == {"local_device_ids": range(8) if takes_all else None}
 
 
 @pytest.mark.slow
-def test_where_no_pod_is_recognised_the_other_form_is_named():
+def test_names_other_form_without_recognised_pod():
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
     env.pop("KUBERNETES_SERVICE_HOST", None)
     argv = [sys.executable, "-m", "launch.run", TINY, "--distributed=auto"]

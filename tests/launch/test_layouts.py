@@ -1,4 +1,4 @@
-"""The layouts that are compiled for pods: they can be, and what is told of them is what the compilers said."""
+"""Layouts that are compiled for pods: they are valid, and their tables show the compilers' results."""
 
 import dataclasses
 import json
@@ -40,21 +40,21 @@ REPORT = {
 }
 
 
-def told(own: Layout, **changes) -> dict:
-    return {own.name: {"command": shlex.join(own.command), "reports": [REPORT | changes]}}
+def result_of(layout: Layout, **changes) -> dict:
+    return {layout.name: {"command": shlex.join(layout.command), "reports": [REPORT | changes]}}
 
 
 def test_names_are_unique():
-    assert len({own.name for own in LAYOUTS}) == len(LAYOUTS)
+    assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
 
 
-@pytest.mark.parametrize("own", LAYOUTS, ids=lambda own: own.name)
-def test_the_mesh_takes_all_devices_of_the_pod(own):
-    flags = [word for word in own.fields if word.startswith("--experiment.")]
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_mesh_takes_all_devices_of_pod(layout):
+    flags = [word for word in layout.fields if word.startswith("--experiment.")]
     config = command_line.parse(
-        ["layouts", f"--experiment=experiments/{own.experiment}", *flags]
+        ["layouts", f"--experiment=experiments/{layout.experiment}", *flags]
     ).config
-    pod = pods.parse(own.topology)
+    pod = pods.parse(layout.topology)
     sizes = resolve(dataclasses.asdict(config.mesh), pod.num_devices)
     slices = config.step.expert_slices if isinstance(config, StageConfig) else 1
     if pod.platform == "cuda":
@@ -64,25 +64,27 @@ def test_the_mesh_takes_all_devices_of_the_pod(own):
         assert data * fsdp * slices % pod.num_slices == 0
 
 
-def test_a_row_of_the_table():
-    [_, _, row, *rest] = layouts.format_tables(told(LAYOUTS[0])).splitlines()
+def test_formats_row_of_table():
+    [_, _, row, *rest] = layouts.format_tables(result_of(LAYOUTS[0])).splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    found = dict(zip(layouts.TRAINING, cells, strict=True))
-    assert found["layout"] == LAYOUTS[0].name
-    assert found["mesh"] == "fsdp 2, expert 4" and found["rows x tokens"] == "4,096 x 8"
-    assert (found["GB in"], found["GB between"], found["memory"]) == ("3.0", "7.0", "50% of 20")
-    assert found["PFLOP needed / taken"] == "3.00 / 4.00" and found["Newton-Schulz"] == "1.00%"
-    assert found["GB sent: rows / rest"] == "3 / 4.5"
-    assert found["summed whole"] == "476 MB, 4 times"
-    assert found["least seconds a step"] == "**products 4**, memory 1"
-    assert layouts.format_tables(told(LAYOUTS[0], overweight=[])).count("| none |") == 1
-    assert found["utilisation"] == "75%" and found["compiled"] == "61 s, 2.0 GiB"
+    values = dict(zip(layouts.TRAINING, cells, strict=True))
+    assert values["layout"] == LAYOUTS[0].name
+    assert values["mesh"] == "fsdp 2, expert 4" and values["rows x tokens"] == "4,096 x 8"
+    assert (values["GB in"], values["GB between"], values["memory"]) == ("3.0", "7.0", "50% of 20")
+    assert values["PFLOP needed / taken"] == "3.00 / 4.00" and values["Newton-Schulz"] == "1.00%"
+    assert values["GB sent: rows / rest"] == "3 / 4.5"
+    assert values["summed whole"] == "476 MB, 4 times"
+    assert values["least seconds a step"] == "**products 4**, memory 1"
+    assert layouts.format_tables(result_of(LAYOUTS[0], overweight=[])).count("| none |") == 1
+    assert values["utilisation"] == "75%" and values["compiled"] == "61 s, 2.0 GiB"
     assert not any(LAYOUTS[0].name in line for line in rest)
 
 
-def test_what_serves_has_a_table_of_its_own_and_what_does_not_fit_is_named():
+def test_separates_serving_table_and_names_unfitting_layouts():
     first, second = LAYOUTS[:2]
-    serving = told(first, program="decode", max_cached_tokens=202_752) | told(second, fits=False)
+    serving = result_of(first, program="decode", max_cached_tokens=202_752) | result_of(
+        second, fits=False
+    )
     training, _, rest = layouts.format_tables(serving).partition("\n\n")
     assert len(training.splitlines()) == 2, "no row"
     served, _, others = rest.partition("\n\n")
@@ -90,10 +92,10 @@ def test_what_serves_has_a_table_of_its_own_and_what_does_not_fit_is_named():
     assert others == f"{second.name} (train step) does not fit."
 
 
-def test_results_are_kept_layout_by_layout_in_their_order(tmp_path):
+def test_writes_results_in_order_of_layouts(tmp_path):
     file = tmp_path / "layouts.jsonl"
     assert layouts.read(file) == {}
-    known = told(LAYOUTS[1]) | told(LAYOUTS[0])
+    known = result_of(LAYOUTS[1]) | result_of(LAYOUTS[0])
     layouts.write(file, known)
     names = [json.loads(line)["layout"] for line in file.read_text().splitlines()]
     assert names == [LAYOUTS[0].name, LAYOUTS[1].name]
@@ -101,34 +103,34 @@ def test_results_are_kept_layout_by_layout_in_their_order(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-def test_what_is_known_is_not_compiled_again(tmp_path, capsys):
-    file, own = tmp_path / "layouts.jsonl", LAYOUTS[0]
-    layouts.write(file, told(own))
-    assert layouts.main(["layouts", f"--only=^{own.name}$", f"--results={file}"]) == 0
-    assert f"| {own.name} |" in capsys.readouterr().out
+def test_compiles_no_known_layout_again(tmp_path, capsys):
+    file, layout = tmp_path / "layouts.jsonl", LAYOUTS[0]
+    layouts.write(file, result_of(layout))
+    assert layouts.main(["layouts", f"--only=^{layout.name}$", f"--results={file}"]) == 0
+    assert f"| {layout.name} |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("now", ["0123456789abcdef", "fedcba9876543210"])
-def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monkeypatch):
-    """Where that is asked for: what is lowered for a row is compared, and what its compiler is told; else no row is."""
-    file, own, asked = tmp_path / "layouts.jsonl", LAYOUTS[0], []
-    layouts.write(file, told(own))
+def test_compiles_changed_program_again(now, tmp_path, monkeypatch):
+    """With --stale, a row is compiled again if its lowered program or its compiler options changed."""
+    file, first, calls = tmp_path / "layouts.jsonl", LAYOUTS[0], []
+    layouts.write(file, result_of(first))
 
     def output(layout, flag):
-        asked.append(flag)
+        calls.append(flag)
         return [now] if flag == "--hash" else [json.dumps(REPORT | {"hash": now})]
 
     monkeypatch.setattr(layouts, "run_compiler", output)
-    command = ["layouts", f"--only=^{own.name}$", f"--results={file}"]
-    assert layouts.main(command) == 0 and asked == []
+    command = ["layouts", f"--only=^{first.name}$", f"--results={file}"]
+    assert layouts.main(command) == 0 and calls == []
     assert layouts.main([*command, "--stale"]) == 0
     changed = now != REPORT["hash"]
-    assert asked == ["--hash"] + ["--json"] * changed
-    assert layouts.read(file) == told(own, hash=now)
-    monkeypatch.setitem(pods.FLAGS, pods.parse(own.topology).chip, {"xla_another": "true"})
-    asked.clear()
+    assert calls == ["--hash"] + ["--json"] * changed
+    assert layouts.read(file) == result_of(first, hash=now)
+    monkeypatch.setitem(pods.FLAGS, pods.parse(first.topology).chip, {"xla_another": "true"})
+    calls.clear()
     assert layouts.main([*command, "--stale"]) == 0
-    assert asked == ["--json"], "the compiler is told something else by now"
+    assert calls == ["--json"], "the compiler's options have changed"
 
 
 @pytest.mark.parametrize(
@@ -138,19 +140,17 @@ def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monk
         ("echo 'compiling  9:00' >&2; kill -9 $$", "killed by signal 9, out of memory unless"),
     ],
 )
-def test_why_a_compilation_failed_is_told_and_rows_stay(
-    compiler, why, tmp_path, capsys, monkeypatch
-):
-    file, own = tmp_path / "layouts.jsonl", LAYOUTS[0]
-    layouts.write(file, told(own))
+def test_reports_failed_compilation_and_keeps_rows(compiler, why, tmp_path, capsys, monkeypatch):
+    file, layout = tmp_path / "layouts.jsonl", LAYOUTS[0]
+    layouts.write(file, result_of(layout))
     (tmp_path / "python").write_text(f"#!/bin/sh\n{compiler}\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(layouts.sys, "executable", str(tmp_path / "python"))
-    command = ["layouts", f"--only=^{own.name}$", f"--results={file}", "--again"]
+    command = ["layouts", f"--only=^{layout.name}$", f"--results={file}", "--again"]
     assert layouts.main(command) == 2
     error = capsys.readouterr().err.splitlines(keepends=True)[-1]
     assert error.startswith("error: -m launch.compile") and why in error
-    assert layouts.read(file) == told(own)
+    assert layouts.read(file) == result_of(layout)
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,16 @@ def test_why_a_compilation_failed_is_told_and_rows_stay(
         ("more", "is not a flag of this program"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_compiled(flag, why, capsys):
+def test_reports_mistake_before_compiling(flag, why, capsys):
     assert layouts.main(["layouts", flag]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and why in error and error.count("\n") == 1
 
 
-def test_the_tables_are_those_of_the_results():
-    """As `python -m launch.layouts` prints them."""
+def test_tables_match_results():
+    """The README holds the tables as `python -m launch.layouts` prints them."""
     known = layouts.read(ROOT / RESULTS)
     assert known, "nothing was compiled"
-    commands = {own.name: shlex.join(own.command) for own in LAYOUTS}
+    commands = {layout.name: shlex.join(layout.command) for layout in LAYOUTS}
     assert {name: row["command"] for name, row in known.items()}.items() <= commands.items()
     assert layouts.format_tables(known) in (ROOT / "experiments/README.md").read_text()

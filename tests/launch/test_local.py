@@ -1,4 +1,4 @@
-"""Roles on this machine: what each sees of it, and the command that starts them."""
+"""Roles on this machine: the environment of each process, and the command that starts them."""
 
 import os
 import signal
@@ -19,10 +19,12 @@ SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 CORES = sorted(os.sched_getaffinity(0))
 
 
-def seen(placement: LocalPlacement, roles: list[Role], variable: str, tmp_path) -> dict[str, str]:
-    """A variable of the environment of each process, by its role and numbers."""
+def visible_values(
+    placement: LocalPlacement, roles: list[Role], variable: str, tmp_path
+) -> dict[str, str]:
+    """Returns a variable of the environment of each process, by its role and numbers."""
     placement.check(roles)
-    found = {}
+    values = {}
     for role in roles:
         for index in range(role.count):
             for process in range(role.hosts):
@@ -31,31 +33,31 @@ def seen(placement: LocalPlacement, roles: list[Role], variable: str, tmp_path) 
                 while place.exit_code() is None:
                     time.sleep(0.01)
                 with open(place.log) as log:
-                    found[f"{role.name}-{index}.{process}"] = log.read().splitlines()[-1]
-    return found
+                    values[f"{role.name}-{index}.{process}"] = log.read().splitlines()[-1]
+    return values
 
 
-def test_accelerators_are_dealt_out_and_each_is_seen_by_one_process_alone(tmp_path):
+def test_assigns_each_accelerator_to_one_process(tmp_path):
     roles = [
         Role(name="engine", argv=["true"], count=2, devices=2),
         Role(name="train", argv=["true"], hosts=2, devices=1),
         Role(name="orchestrator", argv=["true"]),
     ]
     machine = LocalMachine(platform="cuda", devices=["1", "2", "3", "4", "6", "7"], cores=CORES)
-    found = seen(LocalPlacement(machine), roles, "CUDA_VISIBLE_DEVICES", tmp_path)
-    assert found == {
+    values = visible_values(LocalPlacement(machine), roles, "CUDA_VISIBLE_DEVICES", tmp_path)
+    assert values == {
         "engine-0.0": "1,2",
         "engine-1.0": "3,4",
         "train-0.0": "6",
         "train-0.1": "7",
         "orchestrator-0.0": "",
     }
-    platforms = seen(LocalPlacement(machine), roles, "JAX_PLATFORMS", tmp_path)
+    platforms = visible_values(LocalPlacement(machine), roles, "JAX_PLATFORMS", tmp_path)
     assert platforms["orchestrator-0.0"] == "cpu"
     assert platforms["train-0.0"] == os.environ["JAX_PLATFORMS"], "as it was"
 
 
-def test_cores_are_dealt_out_to_those_that_ask(tmp_path):
+def test_assigns_cores_to_roles_that_request_them(tmp_path):
     placement = LocalPlacement(LocalMachine(platform="cpu", devices=[], cores=CORES[:1]))
     roles = [Role(name="pinned", argv=["true"], cpus=1), Role(name="free", argv=["true"])]
     placement.check(roles)
@@ -67,7 +69,7 @@ def test_cores_are_dealt_out_to_those_that_ask(tmp_path):
         assert place.tail(1) == str(cores)
 
 
-def test_a_cpu_plays_as_many_devices_as_a_role_asks_for(tmp_path):
+def test_cpu_simulates_devices_of_role(tmp_path):
     placement = LocalPlacement(LocalMachine(platform="cpu", devices=[], cores=CORES))
     role = Role(name="train", argv=["true"], devices=3)
     placement.check([role])
@@ -78,7 +80,7 @@ def test_a_cpu_plays_as_many_devices_as_a_role_asks_for(tmp_path):
     assert place.tail(1) == "3"
 
 
-def test_a_tpu_host_is_cut_into_parts_of_chips():
+def test_splits_chips_of_tpu_host():
     assert visibility("tpu", ["2", "3"]) == {
         "TPU_VISIBLE_CHIPS": "2,3",
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1",
@@ -88,8 +90,8 @@ def test_a_tpu_host_is_cut_into_parts_of_chips():
     assert visibility("tpu", [])["JAX_PLATFORMS"] == "cpu"
 
 
-def test_the_machine_is_found_without_jax(tmp_path):
-    def found(names, **environment):
+def test_detects_machine_without_jax(tmp_path):
+    def detect(names, **environment):
         for name in names:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
@@ -97,15 +99,15 @@ def test_the_machine_is_found_without_jax(tmp_path):
         assert machine.cores == CORES
         return machine.platform, list(machine.devices)
 
-    assert found(["null"]) == ("cpu", [])
-    assert found(["vfio/vfio", "vfio/0", "vfio/1"]) == ("tpu", ["0", "1"])
-    assert found(["accel0", "accel10", "accel2"]) == ("tpu", ["0", "2", "10"])
-    assert found([], TPU_VISIBLE_CHIPS="2") == ("tpu", ["2"])
-    assert found([], JAX_PLATFORMS="cpu") == ("cpu", [])
-    assert found(["nvidiactl", "nvidia0", "nvidia1"]) == ("cuda", ["0", "1"])
-    assert found([], CUDA_VISIBLE_DEVICES="GPU-a,GPU-b") == ("cuda", ["GPU-a", "GPU-b"])
-    assert found([], CUDA_VISIBLE_DEVICES="") == ("cuda", [])
-    assert found([], JAX_PLATFORMS="tpu,cpu") == ("tpu", ["0", "2", "10"])
+    assert detect(["null"]) == ("cpu", [])
+    assert detect(["vfio/vfio", "vfio/0", "vfio/1"]) == ("tpu", ["0", "1"])
+    assert detect(["accel0", "accel10", "accel2"]) == ("tpu", ["0", "2", "10"])
+    assert detect([], TPU_VISIBLE_CHIPS="2") == ("tpu", ["2"])
+    assert detect([], JAX_PLATFORMS="cpu") == ("cpu", [])
+    assert detect(["nvidiactl", "nvidia0", "nvidia1"]) == ("cuda", ["0", "1"])
+    assert detect([], CUDA_VISIBLE_DEVICES="GPU-a,GPU-b") == ("cuda", ["GPU-a", "GPU-b"])
+    assert detect([], CUDA_VISIBLE_DEVICES="") == ("cuda", [])
+    assert detect([], JAX_PLATFORMS="tpu,cpu") == ("tpu", ["0", "2", "10"])
 
 
 @pytest.mark.parametrize(
@@ -142,14 +144,14 @@ def test_the_machine_is_found_without_jax(tmp_path):
         ({}, None),
     ],
 )
-def test_the_kind_of_accelerators_is_found_without_jax(files, chip, tmp_path):
+def test_detects_accelerators_without_jax(files, chip, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert this_machine({}, str(tmp_path / "dev"), str(tmp_path)).chip == chip
 
 
-def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, monkeypatch):
+def test_sets_xla_flags_of_accelerators(tmp_path, monkeypatch):
     roles = [
         Role(name="train", argv=["true"], devices=1),
         Role(
@@ -162,16 +164,19 @@ def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, 
     ]
     monkeypatch.setenv("XLA_FLAGS", "--mine=1")
     machine = LocalMachine(platform="cuda", devices=["0", "1"], cores=CORES, chip="h200")
-    found = seen(LocalPlacement(machine), roles, "XLA_FLAGS", tmp_path)
-    assert found == {
+    values = visible_values(LocalPlacement(machine), roles, "XLA_FLAGS", tmp_path)
+    assert values == {
         "train-0.0": xla_flags.format_flags("h200", "--mine=1"),
         "engine-0.0": xla_flags.format_flags("h200", "--xla_gpu_enable_triton_gemm=true"),
         "orchestrator-0.0": "--mine=1",
     }
-    assert "triton_gemm=false" in found["train-0.0"]
-    assert "triton_gemm=false" not in found["engine-0.0"]
+    assert "triton_gemm=false" in values["train-0.0"]
+    assert "triton_gemm=false" not in values["engine-0.0"]
     unknown = LocalMachine(platform="cuda", devices=["0", "1"], cores=CORES)
-    assert seen(LocalPlacement(unknown), roles, "XLA_FLAGS", tmp_path)["train-0.0"] == "--mine=1"
+    assert (
+        visible_values(LocalPlacement(unknown), roles, "XLA_FLAGS", tmp_path)["train-0.0"]
+        == "--mine=1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,21 +199,21 @@ def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, 
         ),
     ],
 )
-def test_more_than_there_is_is_refused(machine, role, message):
+def test_refuses_more_than_machine_has(machine, role, message):
     with pytest.raises(ValueError) as refused:
         LocalPlacement(machine).check([role])
     assert message in str(refused.value)
 
 
-def launched(tmp_path, *flags: str, **more) -> subprocess.Popen:
+def launch(tmp_path, *flags: str, **more) -> subprocess.Popen:
     argv = [sys.executable, "-m", "launch.local", SYSTEM, f"--workdir={tmp_path}/run", *flags]
     argv.append(f"--experiment.lives={tmp_path}/lives")
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **more)
 
 
-def test_one_command_starts_all_roles_and_ends_with_the_main_one(tmp_path):
-    with launched(tmp_path, "--experiment.deaths=1", "--experiment.seconds=0.3") as command:
+def test_starts_all_roles_and_ends_with_main_role(tmp_path):
+    with launch(tmp_path, "--experiment.deaths=1", "--experiment.seconds=0.3") as command:
         out, err = command.communicate(timeout=300)
     assert (command.returncode, err) == (0, "")
     lines = [line.split(" ", 1)[1] for line in out.splitlines()]
@@ -226,8 +231,8 @@ def test_one_command_starts_all_roles_and_ends_with_the_main_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_dies_too_often_is_told_with_the_end_of_its_log(tmp_path):
-    with launched(tmp_path, "--experiment.deaths=9", "--experiment.limit=1") as command:
+def test_reports_log_of_role_that_dies_too_often(tmp_path):
+    with launch(tmp_path, "--experiment.deaths=9", "--experiment.limit=1") as command:
         _, err = command.communicate(timeout=300)
     assert command.returncode == 1
     log = tmp_path / "run" / "roles" / "train-0.log"
@@ -241,8 +246,8 @@ def test_what_dies_too_often_is_told_with_the_end_of_its_log(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_all_in_order(tmp_path, number):
-    with launched(tmp_path, "--experiment.seconds=600") as command:
+def test_signal_stops_all_roles_in_order(tmp_path, number):
+    with launch(tmp_path, "--experiment.seconds=600") as command:
         for line in command.stdout:
             if "train-0 ready" in line:
                 break
@@ -280,13 +285,13 @@ def test_a_signal_stops_all_in_order(tmp_path, number):
         ),
     ],
 )
-def test_mistakes_are_answered_in_one_line(flags, message, capsys, monkeypatch):
+def test_reports_mistake_in_one_line(flags, message, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert local.main(["local", *flags]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_help_is_printed(capsys):
+def test_prints_help(capsys):
     assert local.main(["local", "--help"]) == 0
     assert "python -m launch.local --experiment=" in capsys.readouterr().out

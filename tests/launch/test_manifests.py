@@ -2,7 +2,7 @@
 
     python -m tests.launch.test_manifests
 
-writes the goldens; run it when their text is meant to change.
+writes the goldens again after an intended change of their text.
 """
 
 import dataclasses
@@ -40,15 +40,15 @@ GOLDENS = {
 }
 
 
-def written(program, *flags: str, capture) -> str:
-    """What a program prints; the path of this repository is ROOT."""
+def output_of(program, *flags: str, capture) -> str:
+    """Returns the output of a program, with the path of this repository as ROOT."""
     assert program.main([program.__name__, *flags]) == 0
     return capture().replace(str(ROOT), "ROOT")
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_what_is_written_is_frozen(name, capsys):
-    text = written(*GOLDENS[name], capture=lambda: capsys.readouterr().out)
+def test_output_equals_golden(name, capsys):
+    text = output_of(*GOLDENS[name], capture=lambda: capsys.readouterr().out)
     assert text == (FOLDER / name).read_text()
 
 
@@ -58,32 +58,32 @@ def test_scripts_parse(name):
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDENS if name.endswith(".yaml")])
-def test_job_sets_are_of_the_form_of_the_api(name):
-    found = yaml.safe_load((FOLDER / name).read_text())
-    jsonschema.validate(found, SCHEMA)
-    jobs = found["spec"]["replicatedJobs"]
+def test_job_sets_match_api(name):
+    job_set = yaml.safe_load((FOLDER / name).read_text())
+    jsonschema.validate(job_set, SCHEMA)
+    jobs = job_set["spec"]["replicatedJobs"]
     assert "dependsOn" not in jobs[0], "the first cannot depend on any"
     for before, job in zip(jobs, jobs[1:]):
         assert job["dependsOn"] == [{"name": before["name"], "status": "Ready"}]
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDENS if name.endswith(".yaml")])
-def test_the_jobs_of_a_set_are_of_kubernetes_own_form(name):
-    """Against the published schema of batch/v1, pods and containers included; only JobSet's own fields are in job_set.py alone."""
+def test_jobs_match_kubernetes_schema(name):
+    """Uses the published schema of batch/v1, with pods and containers. job_set.py covers only JobSet's fields."""
     import kubernetes_validate
 
     for job in yaml.safe_load((FOLDER / name).read_text())["spec"]["replicatedJobs"]:
-        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
-        whole |= {"spec": job["template"]["spec"]}
-        kubernetes_validate.validate(whole, KUBERNETES, strict=True)
-        whole["spec"]["template"]["spec"]["containers"][0]["comand"] = []
+        document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+        document |= {"spec": job["template"]["spec"]}
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        document["spec"]["template"]["spec"]["containers"][0]["comand"] = []
         with pytest.raises(kubernetes_validate.ValidationError, match="comand"):
-            kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-def test_a_set_that_is_pre_empted_starts_again_without_being_counted(capsys):
-    """Its processes save within the grace and end with a code that fails the job for that reason, as a lost node does."""
-    text = written(*GOLDENS["training.yaml"], capture=lambda: capsys.readouterr().out)
+def test_preempted_job_set_restarts_without_counting(capsys):
+    """Its processes save within the grace time. Their exit code fails the job with that reason, like a lost node."""
+    text = output_of(*GOLDENS["training.yaml"], capture=lambda: capsys.readouterr().out)
     spec = yaml.safe_load(text)["spec"]
     [rule] = spec["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
@@ -101,16 +101,16 @@ def test_a_set_that_is_pre_empted_starts_again_without_being_counted(capsys):
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 300)
 
 
-def test_each_slice_is_a_job_of_one_program(capsys):
-    text = written(*GOLDENS["slices.yaml"], capture=lambda: capsys.readouterr().out)
+def test_each_slice_is_job_of_one_program(capsys):
+    text = output_of(*GOLDENS["slices.yaml"], capture=lambda: capsys.readouterr().out)
     [job] = yaml.safe_load(text)["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     assert (job["replicas"], spec["parallelism"], spec["completions"]) == (2, 16, 16)
     assert spec["template"]["spec"]["containers"][0]["command"][-1] == "--distributed=auto"
 
 
-def test_a_job_set_has_the_texts_that_it_was_given(capsys):
-    text = written(*GOLDENS["system.yaml"], capture=lambda: capsys.readouterr().out)
+def test_job_set_keeps_argument_texts(capsys):
+    text = output_of(*GOLDENS["system.yaml"], capture=lambda: capsys.readouterr().out)
     jobs = {job["name"]: job for job in yaml.safe_load(text)["spec"]["replicatedJobs"]}
 
     def command(name: str) -> list[str]:
@@ -127,7 +127,7 @@ def test_a_job_set_has_the_texts_that_it_was_given(capsys):
 
 
 def container_of(role: Role, *flags: str) -> dict:
-    """The only container of a JobSet of one role."""
+    """Returns the only container of a JobSet of one role."""
     values = gke.define()
     values(["gke", "--image=i", "--claim=c", *flags])
     [job] = gke.make_job_set(RunPlan("a", (role,), ROOT), values)["spec"]["replicatedJobs"]
@@ -135,13 +135,13 @@ def container_of(role: Role, *flags: str) -> dict:
     return container
 
 
-def test_what_kubernetes_would_replace_in_a_command_is_left_alone():
+def test_escapes_kubernetes_variables_in_command():
     container = container_of(Role(name="a", argv=["sh", "-c", "echo $(date) $(ROLE_INDEX)"]))
     assert container["command"][2] == "echo $$(date) $$(ROLE_INDEX)"
 
 
-def test_who_has_a_node_of_h200_alone_is_on_its_fast_network():
-    """And what starts there still gets signals, as its shell becomes it."""
+def test_full_h200_node_uses_fast_network():
+    """The shell replaces itself by the program, which therefore gets signals."""
     mounts = {}
     for accelerator, devices in (
         ("nvidia-h200-141gb", 8),
@@ -149,11 +149,11 @@ def test_who_has_a_node_of_h200_alone_is_on_its_fast_network():
         ("nvidia-h100-80gb", 8),
         ("nvidia-h200-141gb", 0),
     ):
-        found = container_of(
+        container = container_of(
             Role(name="a", argv=["x"], devices=devices), f"--accelerator={accelerator}"
         )
-        mounts[accelerator, devices] = [one["name"] for one in found["volumeMounts"]]
-        assert ("bash" == found["command"][0]) == ("gib" in mounts[accelerator, devices])
+        mounts[accelerator, devices] = [one["name"] for one in container["volumeMounts"]]
+        assert ("bash" == container["command"][0]) == ("gib" in mounts[accelerator, devices])
     assert mounts.pop(("nvidia-h200-141gb", 8)) == ["workdir", "nvidia", "gib", "shm"]
     assert [*mounts.values()] == [["workdir"]] * 3
 
@@ -170,25 +170,27 @@ def test_who_has_a_node_of_h200_alone_is_on_its_fast_network():
         ("nvidia-l4", None, "XLA_FLAGS", "nvidia.com/gpu"),
     ],
 )
-def test_pods_with_accelerators_have_the_options_for_them(accelerator, chip, variable, resource):
-    def found(role: Role, *flags: str) -> str | None:
+def test_pods_with_accelerators_have_xla_flags(accelerator, chip, variable, resource):
+    def flags_of(role: Role, *flags: str) -> str | None:
         container = container_of(role, f"--accelerator={accelerator}", *flags)
         limits = container.get("resources", {}).get("limits", {})
         assert limits == ({resource: 4} if role.devices else {})
         return {e["name"]: e.get("value") for e in container["env"]}.get(variable)
 
     role = Role(name="train", argv=["true"], devices=4, tpu_topology="2x2x1")
-    assert found(role) == (xla_flags.format_flags(chip) if chip else None)
+    assert flags_of(role) == (xla_flags.format_flags(chip) if chip else None)
     name, value = next(iter(xla_flags.FLAGS[chip or "h200"].items()))
     assert value == "true"
-    own = f"--{name}=false"
-    assert found(role, f"--xla_flags={own}") == (xla_flags.format_flags(chip, own) if chip else own)
-    both = found(dataclasses.replace(role, env={variable: "--b=2"}), f"--xla_flags={own}")
-    assert both.endswith(f"{own} --b=2") and f"--{name}=true" not in both
-    assert found(Role(name="orchestrator", argv=["true"]), f"--xla_flags={own}") is None
+    flag = f"--{name}=false"
+    assert flags_of(role, f"--xla_flags={flag}") == (
+        xla_flags.format_flags(chip, flag) if chip else flag
+    )
+    both = flags_of(dataclasses.replace(role, env={variable: "--b=2"}), f"--xla_flags={flag}")
+    assert both.endswith(f"{flag} --b=2") and f"--{name}=true" not in both
+    assert flags_of(Role(name="orchestrator", argv=["true"]), f"--xla_flags={flag}") is None
 
 
-def test_steps_with_accelerators_have_the_options_for_them():
+def test_steps_with_accelerators_have_xla_flags():
     roles = [
         Role(name="orchestrator", argv=["true"]),
         Role(name="engine", argv=["true"], devices=8, env={"XLA_FLAGS": "--own=1", "A": "b"}),
@@ -203,15 +205,15 @@ def test_steps_with_accelerators_have_the_options_for_them():
     ]
     [line] = [line for line in text.splitlines() if line.startswith("xla_flags=")]
     command = ["bash", "-euc", f'{line}; echo "$xla_flags"']
-    for given in ({}, {"XLA_FLAGS": "--mine=1 --too=2"}):
-        done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
-        want = xla_flags.format_flags("h100") + f" {given.get('XLA_FLAGS', '')}"
+    for environment in ({}, {"XLA_FLAGS": "--mine=1 --too=2"}):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        want = xla_flags.format_flags("h100") + f" {environment.get('XLA_FLAGS', '')}"
         assert done.stdout == want + "\n"
     plain = slurm_text(*roles)
     assert "xla_flags" not in plain and "env XLA_FLAGS=--own=1 A=b true &" in plain
 
 
-def test_writes_yaml_that_is_read_as_it_was():
+def test_yaml_survives_round_trip():
     texts = ["", "yes", "null", "1", "1e3", "a: b", "- a", "#", "a\n b", "it's", '"', "é", "\\"]
     for text in [*texts, "a b", "~", "{x}", "😀 \\U0001f600", "\\ud83d", "\x7f\u2028"]:
         nested = {"a": [text, {"b": text, "c": [text]}], text or "d": 3, "e": True}
@@ -332,13 +334,13 @@ def test_writes_yaml_that_is_read_as_it_was():
         ),
     ],
 )
-def test_mistakes_are_answered_in_one_line(program, flags, message, capsys):
+def test_reports_mistake_in_one_line(program, flags, message, capsys):
     assert program.main([program.__name__, *flags]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def refused(program, *roles: Role, name: str = "a") -> str:
+def error_of(program, *roles: Role, name: str = "a") -> str:
     values = program.define()
     values(["program", *POD[:3]] if program is gke else ["program"])
     write = gke.make_job_set if program is gke else slurm.make_script
@@ -347,38 +349,38 @@ def refused(program, *roles: Role, name: str = "a") -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("given", [{}, {"memory_gib": 8}, {"cpus": 8}])
-def test_replicas_that_share_a_node_say_what_they_need_of_it(given):
-    role = Role(name="engine", argv=["true"], count=4, devices=2, **given)
-    assert "4 replicas of role engine share a node, and Slurm must know" in refused(slurm, role)
+@pytest.mark.parametrize("limits", [{}, {"memory_gib": 8}, {"cpus": 8}])
+def test_shared_node_needs_memory_and_cpus(limits):
+    role = Role(name="engine", argv=["true"], count=4, devices=2, **limits)
+    assert "4 replicas of role engine share a node, and Slurm must know" in error_of(slurm, role)
 
 
-def test_roles_that_share_nodes_have_ports_of_their_own():
+def test_roles_on_shared_nodes_need_different_ports():
     roles = [
         Role(name="a", argv=["true"], port=80, count=2),
         Role(name="b", argv=["true"], port=81),
     ]
     assert (
-        refused(slurm, *roles)
+        error_of(slurm, *roles)
         == "roles a and b share nodes and port 81; give one of them another port"
     )
 
 
-def test_a_job_is_a_replica_or_a_slice():
+def test_refuses_replicas_of_several_slices():
     role = Role(
         name="train", argv=["true"], count=2, hosts=2, slices=2, devices=4, tpu_topology="2x2x1"
     )
-    assert "2 replicas of 2 slices; a job is a replica or a slice" in refused(gke, role)
+    assert "2 replicas of 2 slices; a job is a replica or a slice" in error_of(gke, role)
 
 
-def test_names_of_pods_are_names_of_hosts():
+def test_pod_names_are_valid_host_names():
     role = Role(name="r" * 32, argv=["true"])
-    message = refused(gke, role, name="s" * 30)
+    message = error_of(gke, role, name="s" * 30)
     assert message.endswith("host names have up to 63 letters")
 
 
 @pytest.mark.parametrize("program", [slurm, gke])
-def test_help_is_printed(program, capsys):
+def test_prints_help(program, capsys):
     assert program.main(["program", "--help"]) == 0
     assert (
         f"python -m launch.{program.__name__.rpartition('.')[2]} --experiment="
@@ -396,11 +398,11 @@ def slurm_text(*roles: Role, **flags) -> str:
 
 
 def nodes_of(text: str) -> list[str]:
-    """The nodes of each step of a script."""
+    """Returns the nodes of each step of a script."""
     return re.findall('"--nodelist=([^"]*)"', text)
 
 
-def test_slurm_knows_no_tpus():
+def test_slurm_requests_no_tpu_devices():
     text = slurm_text(Role(name="train", argv=["true"], hosts=2, devices=4), chip="v5p")
     assert "--nodes=2" in text and "LIBTPU_INIT_ARGS=" in text and "gpus" not in text
     role = Role(name="engine", argv=["true"], count=2, devices=4, memory_gib=8, cpus=8)
@@ -409,7 +411,7 @@ def test_slurm_knows_no_tpus():
     slurm_text(role, chip="v5p", devices_per_node=4)
 
 
-def test_roles_without_accelerators_take_turns_on_their_nodes():
+def test_roles_without_accelerators_share_nodes_in_turn():
     text = slurm_text(Role(name="judge", argv=["true"], count=3, cpus=4, memory_gib=8), cpu_nodes=2)
     nodes = nodes_of(text)
     assert nodes == ["${nodes[0]}", "${nodes[1]}", "${nodes[0]}"]
@@ -418,7 +420,7 @@ def test_roles_without_accelerators_take_turns_on_their_nodes():
     assert "hetjob" not in text and "--het-group" not in text
 
 
-def test_replicas_of_several_hosts_have_nodes_of_their_own():
+def test_replicas_of_several_hosts_have_separate_nodes():
     text = slurm_text(Role(name="engine", argv=["true"], count=2, hosts=2, devices=8))
     nodes = nodes_of(text)
     array = "nodes_engine"
@@ -427,7 +429,7 @@ def test_replicas_of_several_hosts_have_nodes_of_their_own():
     assert "#SBATCH --nodes=4\n" in text and "#SBATCH --gpus-per-node=8\n" in text
 
 
-def test_replicas_that_share_a_node_have_their_parts_of_it():
+def test_replicas_on_one_node_have_equal_parts():
     role = Role(
         name="engine",
         argv=["true", "{port}"],
@@ -447,11 +449,11 @@ def test_replicas_that_share_a_node_have_their_parts_of_it():
         "--mem=400G",
     ):
         assert f"#SBATCH {line}\n" in text
-    own = "--nodes=1 --ntasks=1 --cpus-per-task=16 --gpus-per-task=2 --mem=100G"
-    assert text.count(own) == text.count("--exact") == 5
+    options = "--nodes=1 --ntasks=1 --cpus-per-task=16 --gpus-per-task=2 --mem=100G"
+    assert text.count(options) == text.count("--exact") == 5
 
 
-def test_only_what_is_healthy_is_waited_for():
+def test_waits_only_for_roles_with_health_check():
     a = Role(name="a", argv=["true"], port=80, health=Health(path="/well"), start_timeout_s=7)
     text = slurm_text(
         a, Role(name="b", argv=["{a.url}"]), Role(name="c", argv=["{a.url}"], after=["b"])
@@ -461,7 +463,7 @@ def test_only_what_is_healthy_is_waited_for():
 
 
 if __name__ == "__main__":
-    for own, golden in GOLDENS.items():
+    for file, golden in GOLDENS.items():
         flags = [sys.executable, "-m", golden[0].__name__, *golden[1:]]
         done = subprocess.run(flags, cwd=ROOT, check=True, capture_output=True, text=True)
-        (FOLDER / own).write_text(done.stdout.replace(str(ROOT), "ROOT"))
+        (FOLDER / file).write_text(done.stdout.replace(str(ROOT), "ROOT"))

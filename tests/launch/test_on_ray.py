@@ -1,4 +1,4 @@
-"""Roles on a cluster of Ray, of this machine alone: they come back, on another place too, and end with the run."""
+"""Roles on a Ray cluster of this machine: they restart, on another actor too, and end with the run."""
 
 import importlib.util
 import os
@@ -13,12 +13,12 @@ from glm5_jax.runtime.supervisor import RoleEvent, read_events
 from launch import on_ray
 from tests.contracts.source_tree import ROOT
 from tests.runtime.test_process import ends, is_running
-from tests.runtime.test_supervisor import asked, told, until
+from tests.runtime.test_supervisor import event_names, get_arguments, until
 
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 
 
-def test_without_ray_the_user_is_told_what_to_install(capsys, monkeypatch, tmp_path):
+def test_names_installation_command_without_ray(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert on_ray.main(["on_ray", SYSTEM, f"--workdir={tmp_path}"]) == 2
     assert (
@@ -28,22 +28,22 @@ def test_without_ray_the_user_is_told_what_to_install(capsys, monkeypatch, tmp_p
 
 
 class Launched:
-    """The small system on a cluster of its own."""
+    """The small system on a separate cluster."""
 
     def __init__(self, folder: pathlib.Path, *flags: str):
-        self.folder, self._said = folder / "run" / "roles", folder / "said"
+        self.folder, self.log = folder / "run" / "roles", folder / "log"
         argv = [sys.executable, "-m", "launch.on_ray", SYSTEM, f"--workdir={folder}/run"]
         argv += [f"--experiment.lives={folder}/lives", *flags]
-        with open(self._said, "w") as said:
-            self.process = subprocess.Popen(argv, cwd=ROOT, stdout=said, stderr=said)
+        with open(self.log, "w") as file:
+            self.process = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file)
 
     def seen(self, role: str, what: str, times: int = 1) -> list[RoleEvent]:
-        """The events of that kind, once there are so many."""
+        """Returns the events of that kind, once there are at least `times` of them."""
 
         def enough():
-            own = [e for e in read_events(self.folder) if (e.role, e.what) == (role, what)]
-            assert len(own) >= times or self.process.poll() is None, self._said.read_text()
-            return own if len(own) >= times else None
+            events = [e for e in read_events(self.folder) if (e.role, e.what) == (role, what)]
+            assert len(events) >= times or self.process.poll() is None, self.log.read_text()
+            return events if len(events) >= times else None
 
         return until(enough, f"{times} times {role} {what}", 300.0)  # Ray takes its time
 
@@ -61,7 +61,7 @@ def launch(tmp_path):
 
 
 @pytest.mark.slow
-def test_roles_are_placed_by_ray_and_come_back(launch):
+def test_ray_places_and_restarts_roles(launch):
     flags = ["--experiment.deaths=1", "--experiment.seconds=8", "--experiment.engine_devices=2"]
     run = launch(*flags)
     [gateway] = run.seen("gateway", "ready")
@@ -71,12 +71,12 @@ def test_roles_are_placed_by_ray_and_come_back(launch):
     assert again.detail == gateway.detail, "at the same address"
     assert gateway.detail.startswith("http://127.0.0.1:")
     assert run.seen("train", "finished") and run.process.wait(300) == 0
-    assert told(run.folder, "train").count("train started") == 2
-    assert told(run.folder)[-2:] == ["engine stopped"] * 2
+    assert event_names(run.folder, "train").count("train started") == 2
+    assert event_names(run.folder)[-2:] == ["engine stopped"] * 2
 
 
 @pytest.mark.slow
-def test_a_role_whose_place_is_lost_is_placed_anew_and_those_that_know_it_are_told(launch):
+def test_moves_role_of_lost_actor_and_updates_clients(launch):
     run = launch("--experiment.seconds=600")
     run.seen("train", "ready")
     [gateway] = run.seen("gateway", "ready")
@@ -88,16 +88,16 @@ def test_a_role_whose_place_is_lost_is_placed_anew_and_those_that_know_it_are_to
     orchestrator = run.seen("orchestrator", "ready", 2)[1]
     assert (
         run.seen("orchestrator", "moved")
-        and asked(orchestrator.detail)["given"][0] == elsewhere.detail
+        and get_arguments(orchestrator.detail)["arguments"][0] == elsewhere.detail
     )
-    assert told(run.folder, "train") == ["train started", "train ready"], (
-        "the orchestrator's address is what it was"
+    assert event_names(run.folder, "train") == ["train started", "train ready"], (
+        "the orchestrator's address has not changed"
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_a_run_that_is_ended(launch, number):
+def test_ended_run_leaves_no_process(launch, number):
     run = launch("--experiment.seconds=600")
     run.seen("train", "ready")
     pids = {event.pid for event in read_events(run.folder)}
@@ -108,8 +108,8 @@ def test_nothing_is_left_of_a_run_that_is_ended(launch, number):
 
 
 @pytest.mark.slow
-def test_more_than_the_cluster_has_is_refused(launch, tmp_path):
+def test_refuses_more_than_cluster_has(launch, tmp_path):
     run = launch("--experiment.engine_memory=100000")
     assert run.process.wait(300) == 2
     message = "error: the roles ask for 200000 GiB of memory, the cluster has "
-    assert (tmp_path / "said").read_text().splitlines()[-1].startswith(message)
+    assert (tmp_path / "log").read_text().splitlines()[-1].startswith(message)

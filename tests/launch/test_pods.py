@@ -1,4 +1,4 @@
-"""The names of pods, the meshes that are made of their devices, and what is told of those that do not fit."""
+"""Names of pods, meshes of their devices, and messages about axes that do not fit."""
 
 import dataclasses
 import importlib.util
@@ -26,17 +26,17 @@ class Device(SimpleNamespace):
 
 
 def devices_of(pod: Pod) -> list:
-    """Devices in the order of jax, with what meshes are made by."""
+    """Returns devices in the order of jax, with the attributes that meshes need."""
     if pod.platform == "cuda":
         gpus = pod.shape[1]
         return [
             Device(id=i, platform="gpu", process_index=i // gpus) for i in range(pod.num_devices)
         ]
-    found, (x, y, z) = [], (*pod.shape, 1)[:3]
+    devices, (x, y, z) = [], (*pod.shape, 1)[:3]
     cores = CHIPS[pod.chip].num_devices
     order = itertools.product(*map(range, (pod.num_slices, z, y, x, cores)))
     for number, (part, k, j, i, core) in enumerate(order):
-        found.append(
+        devices.append(
             Device(
                 id=number,
                 platform="tpu",
@@ -46,18 +46,18 @@ def devices_of(pod: Pod) -> list:
                 slice_index=part,
             )
         )
-    return found
+    return devices
 
 
-def arranged(text: str, slices: int = 1, **axes: int) -> np.ndarray:
-    """The devices of a pod on the axes that are longer than 1."""
+def arrange_devices(text: str, slices: int = 1, **axes: int) -> np.ndarray:
+    """Returns the devices of a pod on the axes that are longer than 1."""
     pod = parse(text)
     sizes = resolve(axes, pod.num_devices)
     if pod.platform == "cuda":
         pods.check_hosts(pod, sizes, slices)
-    found = device_grid(devices_of(pod), sizes, slices)
-    assert sorted(device.id for device in found.flat) == list(range(pod.num_devices))
-    return found.reshape([axes[axis] for axis in AXES if axes.get(axis, 1) > 1])
+    grid = device_grid(devices_of(pod), sizes, slices)
+    assert sorted(device.id for device in grid.flat) == list(range(pod.num_devices))
+    return grid.reshape([axes[axis] for axis in AXES if axes.get(axis, 1) > 1])
 
 
 # -- names ---------------------------------------------------------------------------------------------------
@@ -75,20 +75,20 @@ def arranged(text: str, slices: int = 1, **axes: int) -> np.ndarray:
         ("h100:2x64x8", Pod("h100", (64, 8), 2), "cuda", 512, 1024),
     ],
 )
-def test_a_name_says_how_many_devices_there_are(text, pod, platform, per_slice, together):
-    found = parse(text)
-    assert found == pod and str(found) == text
-    assert (found.platform, found.devices_per_slice, found.num_devices) == (
+def test_name_gives_number_of_devices(text, pod, platform, per_slice, together):
+    result = parse(text)
+    assert result == pod and str(result) == text
+    assert (result.platform, result.devices_per_slice, result.num_devices) == (
         platform,
         per_slice,
         together,
     )
-    assert found.device == CHIPS[pod.chip].device
-    left_out = xla_flags.FLAGS[pod.chip].keys() - found.options.keys()
+    assert result.device == CHIPS[pod.chip].device
+    left_out = xla_flags.FLAGS[pod.chip].keys() - result.options.keys()
     assert left_out <= set(xla_flags.REMOVED)
 
 
-def test_one_slice_or_partition_need_not_be_said():
+def test_one_slice_or_partition_is_default():
     assert parse("1*v5e:4x4") == parse("v5e:4x4") and parse("h200:1x2x8") == parse("h200:2x8")
 
 
@@ -111,14 +111,14 @@ def test_one_slice_or_partition_need_not_be_said():
         ("0*v6e:16x16", "has a size of 0"),
     ],
 )
-def test_what_is_no_pod_is_answered_in_one_line(text, message):
+def test_refuses_unknown_pod_in_one_line(text, message):
     with pytest.raises(ValueError) as refused:
         parse(text)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("text", "pin"), [("v5p:2x2x2", "libtpu=="), ("h200:1x8", "jax-cuda13-")])
-def test_without_its_compiler_it_is_said_how_to_get_it(text, pin, monkeypatch):
+def test_names_package_of_missing_compiler(text, pin, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as refused:
         pods.make_pod_mesh(parse(text), {"fsdp": -1})
@@ -132,22 +132,22 @@ def test_without_its_compiler_it_is_said_how_to_get_it(text, pin, monkeypatch):
 # -- meshes --------------------------------------------------------------------------------------------------
 
 
-def test_an_axis_of_a_mesh_is_a_dimension_of_the_torus():
-    found = arranged("v5p:4x4x8", fsdp=8, expert=16)
-    for row in found:
+def test_maps_axis_to_torus_dimension():
+    devices = arrange_devices("v5p:4x4x8", fsdp=8, expert=16)
+    for row in devices:
         assert len({device.coords[2] for device in row}) == 1
-    for column in found.T:
+    for column in devices.T:
         assert len({device.coords[:2] for device in column}) == 1
 
 
-def test_an_axis_may_take_a_part_of_a_dimension():
-    found = arranged("v5p:4x4x4", fsdp=8, expert=4, context=2)
-    assert found.shape == (8, 4, 2)
+def test_maps_axis_to_part_of_dimension():
+    devices = arrange_devices("v5p:4x4x4", fsdp=8, expert=4, context=2)
+    assert devices.shape == (8, 4, 2)
 
 
-def test_the_two_devices_of_a_chip_are_neighbours_on_the_innermost_axis():
-    found = arranged("tpu7x:4x4x4", fsdp=64, context=2)
-    for one, other in found:
+def test_devices_of_chip_are_neighbours_on_innermost_axis():
+    devices = arrange_devices("tpu7x:4x4x4", fsdp=64, context=2)
+    for one, other in devices:
         assert one.coords == other.coords and one.core_on_chip != other.core_on_chip
 
 
@@ -161,10 +161,10 @@ def test_the_two_devices_of_a_chip_are_neighbours_on_the_innermost_axis():
         ({"fsdp": 16, "expert": 4}, 1),
     ],
 )
-def test_slices_lie_along_data_and_then_along_fsdp(axes, along_data):
+def test_slices_lie_along_data_then_fsdp(axes, along_data):
     shape = "4x4" if np.prod(list(axes.values())) == 64 else "4x12"
-    found = arranged(f"4*v6e:{shape}", **axes)
-    slices = np.vectorize(lambda device: device.slice_index)(found).reshape(
+    devices = arrange_devices(f"4*v6e:{shape}", **axes)
+    slices = np.vectorize(lambda device: device.slice_index)(devices).reshape(
         axes.get("data", 1), axes["fsdp"], -1
     )
     d, f, _ = slices.shape
@@ -173,9 +173,9 @@ def test_slices_lie_along_data_and_then_along_fsdp(axes, along_data):
         assert set(blocks[i, :, j].flat) == {i * (4 // along_data) + j}
 
 
-def test_slices_lie_along_the_outer_part_of_expert_where_asked():
-    found = arranged("4*v6e:4x4", slices=2, fsdp=8, expert=8)
-    slices = np.vectorize(lambda device: device.slice_index)(found).reshape(2, 4, 2, 4)
+def test_slices_lie_along_outer_part_of_expert():
+    devices = arrange_devices("4*v6e:4x4", slices=2, fsdp=8, expert=8)
+    slices = np.vectorize(lambda device: device.slice_index)(devices).reshape(2, 4, 2, 4)
     blocks = [set(slices[i, :, j].flat) for i, j in itertools.product(range(2), range(2))]
     assert sorted(map(sorted, blocks)) == [[0], [1], [2], [3]]
 
@@ -188,32 +188,32 @@ def test_slices_lie_along_the_outer_part_of_expert_where_asked():
         ({"fsdp": 8, "expert": 8}, 2, ("fsdp", "expert")),
     ],
 )
-def test_a_region_knows_along_which_axes_there_are_other_slices(axes, slices, far):
+def test_region_lists_axes_between_slices(axes, slices, far):
     mesh = make_mesh(axes, devices=devices_of(parse("4*v6e:4x4")), expert_slices=slices)
     assert Region.of(mesh).dcn_axes == far
-    alone = make_mesh(axes, devices=devices_of(parse("v5p:4x4x4")))
-    assert Region.of(alone).dcn_axes == ()
+    one_slice = make_mesh(axes, devices=devices_of(parse("v5p:4x4x4")))
+    assert Region.of(one_slice).dcn_axes == ()
 
 
-def test_the_gpus_of_a_host_are_next_to_each_other_on_the_innermost_axes():
-    found = arranged("h200:4x8", fsdp=4, expert=4, context=2)
-    for host, block in enumerate(found):
+def test_gpus_of_host_lie_on_innermost_axes():
+    devices = arrange_devices("h200:4x8", fsdp=4, expert=4, context=2)
+    for host, block in enumerate(devices):
         assert {device.id // 8 for device in block.flat} == {host}
 
 
-def test_a_slice_of_experts_is_a_host_s_gpus_and_context_is_across_hosts():
-    found = arranged("h200:8x8", slices=2, fsdp=2, expert=16, context=2)
-    host = np.vectorize(lambda device: device.id // 8)(found).reshape(2, 2, 8, 2)
+def test_expert_slice_is_host_and_context_crosses_hosts():
+    devices = arrange_devices("h200:8x8", slices=2, fsdp=2, expert=16, context=2)
+    host = np.vectorize(lambda device: device.id // 8)(devices).reshape(2, 2, 8, 2)
     np.testing.assert_array_equal(host[..., 0, :], np.arange(8).reshape(2, 2, 2).swapaxes(0, 1))
     assert (host == host[:, :, :1]).all()
 
 
-def test_a_real_mesh_has_the_same_axes(monkeypatch):
+def test_real_mesh_has_same_axes(monkeypatch):
     import jax
 
     monkeypatch.setattr(pods, "list_devices", lambda pod: jax.devices())
-    found = pods.make_pod_mesh(parse("h200:1x8"), {"fsdp": 4, "expert": -1})
-    assert found == make_mesh(fsdp=4, expert=2)
+    mesh = pods.make_pod_mesh(parse("h200:1x8"), {"fsdp": 4, "expert": -1})
+    assert mesh == make_mesh(fsdp=4, expert=2)
 
 
 @pytest.mark.parametrize(
@@ -242,25 +242,25 @@ def test_a_real_mesh_has_the_same_axes(monkeypatch):
         ),
     ],
 )
-def test_axes_that_do_not_fit_are_named(text, axes, message):
+def test_names_axes_that_do_not_fit(text, axes, message):
     with pytest.raises(ValueError) as refused:
-        arranged(text, **axes)
+        arrange_devices(text, **axes)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_an_axis_that_the_torus_cannot_give_is_named(monkeypatch):
+def test_names_axis_that_torus_lacks(monkeypatch):
     def refuse(*args, **kwargs):
         raise NotImplementedError("Failed to find assignment for logical_axis_index 2 of size 6")
 
     monkeypatch.setattr(mesh_utils, "create_device_mesh", refuse)
     with pytest.raises(ValueError, match="mesh axis expert=6 does not fit the torus of 24 devices"):
-        arranged("v6e:2x12", fsdp=4, expert=6)
+        arrange_devices("v6e:2x12", fsdp=4, expert=6)
 
 
 # -- the table -----------------------------------------------------------------------------------------------
 
 
-def test_every_pod_has_a_chip_with_what_reports_need():
+def test_every_pod_has_complete_chip_entry():
     for name in (*pods.TORUS, *pods.GPUS):
         chip = CHIPS[name]
         assert chip.memory and chip.link and chip.num_links and chip.network, name
@@ -268,7 +268,7 @@ def test_every_pod_has_a_chip_with_what_reports_need():
     assert set(KINDS.values()) == set(CHIPS) and set(xla_flags.FLAGS) == {*pods.TORUS, *pods.GPUS}
 
 
-def test_a_device_has_its_share_of_a_chip():
+def test_device_has_share_of_chip():
     chip = CHIPS["tpu7x"]
     half = chip.device
     for name in ("bandwidth", "link", "network", "memory"):
@@ -280,13 +280,13 @@ def test_a_device_has_its_share_of_a_chip():
 
 
 @pytest.mark.parametrize("name", pods.GPUS)
-def test_the_compiler_and_the_table_agree_on_a_gpu(name):
+def test_chip_table_agrees_with_gpu_compiler(name):
     text = (ROOT / "launch" / f"{name}.txtpb").read_text()
-    found = {
+    limits = {
         key: int(re.search(rf"\b{key}: (\d+)", text)[1])
         for key in ("device_memory_size", "memory_bandwidth")
     }
-    assert found == {
+    assert limits == {
         "device_memory_size": CHIPS[name].memory,
         "memory_bandwidth": CHIPS[name].bandwidth,
     }
@@ -297,14 +297,14 @@ def test_the_compiler_and_the_table_agree_on_a_gpu(name):
 # -- options of XLA ------------------------------------------------------------------------------------------
 
 
-def test_what_a_user_says_counts_more_than_what_a_chip_should_have():
+def test_user_flags_override_chip_flags():
     ours = xla_flags.format_flags("v6e").split()
     assert "--xla_tpu_scoped_vmem_limit_kib=81920" in ours and len(ours) == len(
         xla_flags.FLAGS["v6e"]
     )
-    own = "--xla_tpu_scoped_vmem_limit_kib=1 --xla_tpu_other=2"
-    found = xla_flags.format_flags("v6e", own).split()
-    assert found == [*(o for o in ours if "vmem" not in o), *own.split()]
+    flags = "--xla_tpu_scoped_vmem_limit_kib=1 --xla_tpu_other=2"
+    merged = xla_flags.format_flags("v6e", flags).split()
+    assert merged == [*(o for o in ours if "vmem" not in o), *flags.split()]
     assert xla_flags.flag_environment("h200", {"XLA_FLAGS": "--a=1"})["XLA_FLAGS"].endswith(
         " --a=1"
     )
@@ -312,28 +312,32 @@ def test_what_a_user_says_counts_more_than_what_a_chip_should_have():
     assert xla_flags.flag_environment(None, {"XLA_FLAGS": "--a=1"}) == {}
 
 
-def test_what_shortens_compilations_is_not_set_where_a_program_runs():
-    for chip, own in xla_flags.OFFLINE.items():
-        assert parse(f"{chip}:2x2x1").shortcuts == own
-        assert not own.keys() & xla_flags.FLAGS[chip].keys()
-        assert not any(name in xla_flags.format_flags(chip) for name in own)
+def test_running_program_has_no_offline_options():
+    for chip, options in xla_flags.OFFLINE.items():
+        assert parse(f"{chip}:2x2x1").shortcuts == options
+        assert not options.keys() & xla_flags.FLAGS[chip].keys()
+        assert not any(name in xla_flags.format_flags(chip) for name in options)
     assert parse("v5p:2x2x1").shortcuts == parse("h200:1x4").shortcuts == {}
 
 
-def test_of_a_gpu_jax_takes_what_is_told_unless_a_user_says_otherwise():
+def test_reserves_gpu_memory_unless_user_sets_it():
     share = pods.parse("h200:1x8").usable_bytes / CHIPS["h200"].memory
     assert 0.9 < share < 0.95 and pods.parse("v5p:2x2x2").usable_bytes == int(CHIPS["v5p"].memory)
-    for given in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}):
-        found = dict(given)
-        xla_flags.reserve_gpu_memory(found)
-        assert found == (given or {"XLA_CLIENT_MEM_FRACTION": str(xla_flags.GPU_SHARE)})
+    for environment in (
+        {},
+        {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"},
+    ):
+        result = dict(environment)
+        xla_flags.reserve_gpu_memory(result)
+        assert result == (environment or {"XLA_CLIENT_MEM_FRACTION": str(xla_flags.GPU_SHARE)})
     code = "import os, sys; from launch import run; run.main(['run']); print(os.environ['XLA_CLIENT_MEM_FRACTION'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert float(done.stdout) == pytest.approx(share)
 
 
-def test_jax_starts_with_the_options_for_gpus_and_the_last_of_two_counts():
-    """An option that XLA does not know would end the process, be it one of a CPU."""
+def test_jax_accepts_gpu_flags_and_last_one_wins():
+    """XLA ends the process on an unknown option, also on a CPU."""
     flags = "--xla_force_host_platform_device_count"
     value = xla_flags.format_flags("h200", f"{flags}=2 {flags}=3")
     code = f"import os; os.environ['XLA_FLAGS'] = {value!r}; import jax; print(jax.device_count())"

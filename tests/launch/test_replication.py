@@ -1,4 +1,4 @@
-"""Arrays of a compiled program that every device holds as a whole."""
+"""Finds arrays of a compiled program that every device holds in full."""
 
 import jax
 import jax.numpy as jnp
@@ -28,26 +28,26 @@ def compiled(mesh, local, in_specs, out_specs, *shapes):
     return jax.jit(run).lower(*arrays).compile().as_text()
 
 
-def found(text, mesh, limit=4096):
+def replicated(text, mesh, limit=4096):
     return [
         (one.where, one.num_bytes, one.what.rpartition("/")[2])
         for one in find_replicated(text, mesh, limit)
     ]
 
 
-def test_arguments_and_results_that_no_axis_cuts(mesh):
+def test_finds_unsharded_arguments_and_results(mesh):
     def local(table, part, x):
         return jnp.sin(table), part + 1, x + table[0, 0]
 
     specs = (P(), P("expert"), ROWS)
     text = compiled(mesh, local, specs, specs, (32, 64), (64, 64), (64, 128))
-    whole = 32 * 64 * 4
-    assert found(text, mesh) == [("parameter", whole, "table"), ("output", whole, "sin")]
-    assert found(text, mesh, whole + 1) == []
+    size = 32 * 64 * 4
+    assert replicated(text, mesh) == [("parameter", size, "table"), ("output", size, "sin")]
+    assert replicated(text, mesh, size + 1) == []
 
 
 def scanned(gather):
-    """A loop that carries what `gather` makes of a weight [64, 64] cut over fsdp and expert."""
+    """Returns a loop that carries the result of `gather` on a weight [64, 64], sharded over fsdp and expert."""
 
     def local(w, x):
         table = jnp.tanh(gather(w))
@@ -79,8 +79,8 @@ def summed(w):
 
 
 def scattered(w):
-    whole = both(w)
-    return jnp.tile(lax.psum_scatter(whole, "context", tiled=True), (2, 1))
+    gathered = both(w)
+    return jnp.tile(lax.psum_scatter(gathered, "context", tiled=True), (2, 1))
 
 
 def exchanged(w):
@@ -88,7 +88,7 @@ def exchanged(w):
 
 
 @pytest.mark.parametrize(
-    ("gather", "whole"),
+    ("gather", "count"),
     [
         (both, True),
         (summed, True),
@@ -98,10 +98,10 @@ def exchanged(w):
         (exchanged, False),
     ],
 )
-def test_a_value_that_a_loop_carries_is_whole_where_all_its_axes_are_gathered(mesh, gather, whole):
+def test_finds_gathered_loop_values(mesh, gather, count):
     text = compiled(mesh, scanned(gather), (P("fsdp", "expert"), ROWS), ROWS, (64, 64), (64, 64))
-    loops = [size for where, size, _ in found(text, mesh, 64 * 64 * 4) if where == "loop"]
-    assert loops == [64 * 64 * 4] * whole
+    loops = [size for where, size, _ in replicated(text, mesh, 64 * 64 * 4) if where == "loop"]
+    assert loops == [64 * 64 * 4] * count
 
 
 TEXT = """\
@@ -116,7 +116,7 @@ HloModule jit_f, num_partitions=8
   %t = (s32[], f32[64]{{0}}) parameter(0)
   %i = s32[] get-tuple-element(%t), index=0
   %x = f32[64]{{0}} get-tuple-element(%t), index=1
-  %y = f32[64]{{0}} {made}
+  %y = f32[64]{{0}} {operation}
   ROOT %u = (s32[], f32[64]{{0}}) tuple(%i, %y)
 }}
 
@@ -136,7 +136,7 @@ ENTRY %main (a: f32[64]) -> f32[64] {{
 
 
 @pytest.mark.parametrize(
-    ("sharding", "made", "where"),
+    ("sharding", "operation", "where"),
     [
         (", sharding={replicated}", "negate(%x)", {"parameter", "loop", "output"}),
         (", sharding={devices=[2,4]<=[8] last_tile_dim_replicate}", "negate(%x)", set()),
@@ -158,9 +158,9 @@ ENTRY %main (a: f32[64]) -> f32[64] {{
         ("", "all-reduce(%x), replica_groups={}", set()),  # before the first run it differs
     ],
 )
-def test_what_a_loop_changes_is_followed_through_all_its_runs(sharding, made, where):
+def test_follows_loop_values_through_runs(sharding, operation, where):
     mesh = AbstractMesh((2, 4), ("fsdp", "expert"))
-    ones = find_replicated(TEXT.format(sharding=sharding, made=made), mesh, 256)
+    ones = find_replicated(TEXT.format(sharding=sharding, operation=operation), mesh, 256)
     assert {one.where for one in ones} == where
     assert {one.what for one in ones} <= {"state['w']", "jit(f)/while"}
     assert [one for one in ones if one.where == "loop"] == [
@@ -168,15 +168,15 @@ def test_what_a_loop_changes_is_followed_through_all_its_runs(sharding, made, wh
     ] * ("loop" in where)
 
 
-def test_axes_that_cut_a_parameter_are_found_whatever_their_order():
+def test_finds_axes_of_parameter_in_any_order():
     mesh = AbstractMesh((2, 4), ("fsdp", "expert"))
     gathered = "all-gather(%a), replica_groups={groups}, dimensions={{0}}"
     for axis, groups in (("<=[2,4]T(1,0)", "[2,4]<=[8]"), ("<=[8]", "[4,2]<=[2,4]T(1,0)")):
         tiles = "[4,2]" if "T" in axis else "[2,4]"
         sharding = f", sharding={{devices={tiles}{axis} last_tile_dim_replicate}}"
-        text = TEXT.format(sharding=sharding, made="negate(%x)")
+        text = TEXT.format(sharding=sharding, operation="negate(%x)")
         for kind in (groups, "[4,2]<=[2,4]T(1,0)" if groups == "[2,4]<=[8]" else "[2,4]<=[8]"):
-            made = f"  ROOT %end = f32[64]{{0}} {gathered.format(groups=kind)}\n}}\n"
-            whole = find_replicated(text[: text.index("  ROOT %end")] + made, mesh, 256)
-            assert [one.where for one in whole] == ["output"] * (kind == groups)
+            ending = f"  ROOT %end = f32[64]{{0}} {gathered.format(groups=kind)}\n}}\n"
+            arrays = find_replicated(text[: text.index("  ROOT %end")] + ending, mesh, 256)
+            assert [one.where for one in arrays] == ["output"] * (kind == groups)
     assert np.prod(list(mesh.shape.values())) == 8

@@ -1,4 +1,4 @@
-"""The command line: every error of a user is one line and exit code 2, with nothing touched."""
+"""The command line: every user error is one line and exit code 2, and changes nothing."""
 
 import dataclasses
 import json
@@ -16,8 +16,8 @@ TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
 LIFE = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
 
 
-def refused(capsys, workdir, *argv) -> str:
-    """The error line of a command, which must have left the workdir as it was."""
+def error_of(capsys, workdir, *argv) -> str:
+    """Returns the error line of a command, which must leave the workdir unchanged."""
     before = sorted(workdir.rglob("*"))
     code = run.main(["run", *argv, f"--workdir={workdir}"])
     out, err = capsys.readouterr()
@@ -137,25 +137,25 @@ def refused(capsys, workdir, *argv) -> str:
         ),
     ],
 )
-def test_errors_are_one_line_that_says_what_to_do(capsys, tmp_path, argv, message):
-    assert message in refused(capsys, tmp_path, *argv)
+def test_reports_error_in_one_line(capsys, tmp_path, argv, message):
+    assert message in error_of(capsys, tmp_path, *argv)
 
 
-def test_empty_data_is_refused(capsys, tmp_path):
+def test_refuses_empty_data(capsys, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     sources = [{"kind": "jsonl", "path": str(tmp_path / "*.jsonl")}]
-    line = refused(capsys, tmp_path, TINY, f"--experiment.data.sources={sources}")
+    line = error_of(capsys, tmp_path, TINY, f"--experiment.data.sources={sources}")
     assert "1 file(s), but no document in them" in line
 
 
-def test_a_workdir_that_is_a_file_is_refused(capsys, tmp_path):
+def test_refuses_workdir_that_is_file(capsys, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert run.main(["run", TINY, f"--workdir={tmp_path / 'file'}"]) == 2
     assert "is a file; give a folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_workdir_of_another_configuration_is_refused_by_field(capsys, tmp_path):
+def test_names_fields_that_differ_from_workdir(capsys, tmp_path):
     config = command_line.parse(["run", TINY])[1]
     other = dataclasses.replace(
         config,
@@ -166,18 +166,18 @@ def test_a_workdir_of_another_configuration_is_refused_by_field(capsys, tmp_path
     )
     write_config(tmp_path, other)
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
-    line = refused(capsys, tmp_path, TINY)
+    line = error_of(capsys, tmp_path, TINY)
     assert "model.hidden_size was 64, is 128; seed was 7, is 0); use its values" in line
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
 
 
-def test_too_little_disk_is_refused(capsys, tmp_path, monkeypatch):
+def test_refuses_small_disk(capsys, tmp_path, monkeypatch):
     usage = store.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=50_000_000))
-    assert "3 checkpoints of " in refused(capsys, tmp_path, TINY)
+    assert "3 checkpoints of " in error_of(capsys, tmp_path, TINY)
 
 
-def test_flags_reach_the_config_and_the_workdir_has_a_default():
+def test_parses_flags_and_default_workdir():
     argv = ["run", TINY, "--experiment.optimizer.ns_coefficients=(1.0,2.0,3.0)"]
     argv += ["--experiment.train.steps=9", "--experiment.model.norm_topk_prob=false"]
     argv += ["--experiment.schedule.peak=3e-4", "--experiment.sample.prompts=('a b',)"]
@@ -188,7 +188,7 @@ def test_flags_reach_the_config_and_the_workdir_has_a_default():
     assert str(workdir) == "workdir/pretrain_tiny"
 
 
-def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
+def test_plans_folder_and_flags_of_every_stage(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
     config = command_line.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
     stages = {s.folder.name: s.config for s in stage_runner.plan_stages(config, tmp_path)}
@@ -198,14 +198,14 @@ def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
     assert [name for name, stage in stages.items() if stage.steps == 9] == ["dsa_warmup"]
 
 
-def test_a_later_stage_starts_from_the_one_before(tmp_path):
+def test_stage_starts_from_previous_stage(tmp_path):
     config = command_line.parse(["run", TINY])[1]
     two = dataclasses.make_dataclass("Two", ["first", "second"])(config, config)
     stages = list(stage_runner.plan_stages(two, tmp_path))
     assert [s.config.checkpoint for s in stages] == [None, str(tmp_path / "first")]
 
 
-def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
+def test_resolves_teacher_by_stage_name(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each"
     config = command_line.parse(["run", spec]).config
     stages = {s.folder.name: s.config for s in stage_runner.plan_stages(config, tmp_path)}
@@ -214,12 +214,12 @@ def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
         earlier = ["sft", "rl_reasoning", "rl_agentic", "rl_general"][:count]
         assert teachers == [str(tmp_path / one) for one in earlier]
     assert stages["rl_agentic"].checkpoint == str(tmp_path / "distill_reasoning")
-    # What starts all its programs goes on from there, too.
+    # A launcher of all programs resumes from there, too.
     words = stages["rl_agentic"].programs()
     assert f"--experiment.checkpoint={tmp_path / 'distill_reasoning'}" in words
 
 
-def test_times_are_told_as_a_clock_does():
+def test_formats_times_like_clock():
     assert [stage_runner.clock_of(x) for x in (0, 59.9, 125, 3661)] == [
         "0:00",
         "0:59",
@@ -229,7 +229,7 @@ def test_times_are_told_as_a_clock_does():
     assert stage_runner.shares_of({"sft": 4.5, "distill": 2}) == "sft 4:30, distill 2:00"
 
 
-def test_a_stage_of_several_programs_leaves_accelerators_to_them(monkeypatch, tmp_path, capsys):
+def test_stage_of_programs_leaves_accelerators_free(monkeypatch, tmp_path, capsys):
     import jax
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -246,7 +246,7 @@ RL = ["rl_reasoning", "rl_agentic", "rl_general", "distill"]
 
 @pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
 @pytest.mark.parametrize("file", ["pretrain", "dsa_warmup", "dsa_sparse", "sft", *RL, "lifecycle"])
-def test_every_variant_of_every_experiment_loads(file, variant):
+def test_loads_every_variant_of_every_experiment(file, variant):
     kind = ",mixed" if file == "sft" else ""
     command_line.load(f"{ROOT}/experiments/{file}.py:{variant}{kind}")
 
@@ -254,7 +254,7 @@ def test_every_variant_of_every_experiment_loads(file, variant):
 @pytest.mark.parametrize(
     "file", ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "sft", *RL[2:], "lifecycle"]
 )
-def test_running_the_file_itself_prints_the_command(file, capsys):
+def test_experiment_file_prints_its_command(file, capsys):
     runpy.run_path(f"{ROOT}/experiments/{file}.py", run_name="__main__")
     command = f"glm5 run {file}:tiny"
     assert capsys.readouterr().out.startswith(command)

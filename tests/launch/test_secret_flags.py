@@ -1,4 +1,4 @@
-"""Secrets are not flags, as any user of a machine sees those in `ps`: a file holds them."""
+"""Secrets are files and not flags, because every user of a machine sees flags in `ps`."""
 
 import dataclasses
 import pathlib
@@ -10,7 +10,7 @@ from launch import command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
 SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
-# Fields with such a word in their names that hold no secret: counts, files, ids and kinds of tokens.
+# Fields with such a word in their names and no secret: counts, files, ids and kinds of tokens.
 OPEN = re.compile(r"tokens|_file$|_id$|^tokenizer$|heads$|_chunk$")
 PROGRAMS = {
     "serve.py:tiny": "server",
@@ -30,14 +30,14 @@ def secrets(config, path=""):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_has_no_flag_for_a_secret(name):
+def test_has_no_flag_for_secret(name):
     config = command_line.parse(["run", f"--experiment={ROOT / 'experiments' / name}"]).config
     for path, field in secrets(config):
         assert not field.metadata.get("flag", True), path
 
 
 @pytest.mark.parametrize(("name", "part"), PROGRAMS.items())
-def test_refuses_a_key_as_a_flag(name, part):
+def test_refuses_key_as_flag(name, part):
     experiment = f"--experiment={ROOT / 'experiments' / name}"
     with pytest.raises(ValueError, match="no field 'api_key'"):
         command_line.parse(["run", experiment, f"--experiment.{part}.api_key=s3cret"])

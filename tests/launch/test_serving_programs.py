@@ -1,4 +1,4 @@
-"""The engine's programs from shapes alone: the ones that an engine runs, with what its devices hold."""
+"""Programs of the engine, lowered from shapes: those that an engine runs, with the bytes on its devices."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ from launch.aot.serving_programs import arguments_of, lower_decode, lower_prefil
 from tests.mesh import cases
 
 GROUP = 4
-# A dense layer and one of experts, which has no indexer of its own.
+# A dense layer, and one with experts and without an indexer.
 CFG = dataclasses.replace(
     cases.config(),
     num_hidden_layers=2,
@@ -42,7 +42,7 @@ def total(tree) -> int:
 
 
 def runner_of(mesh, options: EngineConfig, quantised: bool) -> Runner:
-    """What an engine of drawn weights has on its devices."""
+    """Returns the runner of an engine with random weights."""
     params, cfg = cases.params(PLAIN), PLAIN
     if quantised:
         params, cfg = table.quantise(*rotation.rotate(params, cfg), GROUP)
@@ -72,13 +72,13 @@ KINDS = {
     ],
 )
 def test_lowers_program_of_engine(kind, name):
-    """The text and the bytes on each device are those of an engine on devices that are there."""
+    """Text and bytes on each device equal those of an engine on real devices."""
     mesh = None if kind == "one device" else make_mesh(AXES)
     options, quantised = KINDS.get(kind, KINDS["drafts"])
     runner = runner_of(mesh, options, quantised)
     program = LOWER[name](CFG if quantised else PLAIN, mesh, "cpu", options, quantised)
-    own, held = runner.lower_dummy(name)
-    assert program.lowered.as_text() == own.as_text()
+    lowered, held = runner.lower_dummy(name)
+    assert program.lowered.as_text() == lowered.as_text()
     for part, tree in held.items():
         arrays, shapes = (
             flatten(serving_programs.flatten_leaves(tree)),
@@ -104,7 +104,7 @@ CHIPS = {"tpu": "TPU v5p", "cuda": "NVIDIA H200"}
         pytest.param("decode", "tpu", marks=pytest.mark.slow),
     ],
 )
-def test_they_lower_for_chips_that_are_not_there(name, platform):
+def test_lowers_for_absent_chips(name, platform):
     mesh = abstract_mesh(AXES, CHIPS[platform])
     program = LOWER[name](CFG, mesh, platform, *KINDS["w4a8"])
     text = program.lowered.as_text()
@@ -128,29 +128,29 @@ def test_they_lower_for_chips_that_are_not_there(name, platform):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantised", [False, True])
-def test_products_are_counted_by_part_and_are_those_of_the_mathematics(quantised):
-    """Four layers of GLM-5's own sizes: what the program does beside is little, whatever chip it is for."""
+def test_counts_flops_by_part(quantised):
+    """Four layers of GLM-5's size, so that other work is small on every chip."""
     cfg = dataclasses.replace(presets.glm5(), num_hidden_layers=4)
     options = EngineConfig(max_length=32_768, max_num_seqs=2, prefill_chunk=2048)
-    found = {}
+    programs = {}
     for platform, chip in CHIPS.items():
         mesh = abstract_mesh({"expert": 8}, chip)
         for name, lower in LOWER.items():
             program = lower(cfg, mesh, platform, options, quantised)
-            own = found.setdefault(name, program)
-            assert program.parts == own.parts, "GPUs do the same work"
+            first = programs.setdefault(name, program)
+            assert program.parts == first.parts, "GPUs do the same work"
             parts = program.parts
             assert min(parts[part] for part in ("indexer", "attention", "experts", "mlp")) > 0
             turned = 2 * program.rows * program.length // mesh.size * cfg.hidden_size**2
             assert parts["mtp"] == 0 and parts["rest"] == quantised * turned
-    for name, program in found.items():
+    for name, program in programs.items():
         done = sum(program.parts.values())
         assert done == pytest.approx(program.model_flops, rel=0.03), name
         assert program.model_flops == sum(cost.flops for cost in program.min_costs)
 
 
-def test_pages_are_in_the_form_of_the_chip():
-    """A TPU's rows of latents are words in whole lanes, whatever the tests run on."""
+def test_pages_have_layout_of_chip():
+    """A TPU's rows of latents are words in full lanes, also where the tests run on a CPU."""
     cfg = dataclasses.replace(PLAIN, dtype="bfloat16")
     cfg = dataclasses.replace(cfg, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
     options = EngineConfig(max_length=1024, max_num_seqs=1, page_size=64, prefill_chunk=16)
@@ -163,17 +163,17 @@ def test_pages_are_in_the_form_of_the_chip():
     assert rows == {"cuda": 1152 + 256, "tpu": 1536 + 256}
 
 
-def test_bytes_on_a_device_are_what_the_shapes_say():
-    """Pages for the whole batch, cut over the groups; of the weights half a byte and a scale for each group."""
+def test_bytes_on_device_follow_from_shapes():
+    """Pages hold the full batch, split over the groups. Quantised weights take half a byte and a scale per group."""
     mesh = abstract_mesh({"expert": 8}, CHIPS["cuda"])
     cfg = dataclasses.replace(PLAIN, dtype="bfloat16", index_head_dim=28)
     options = dataclasses.replace(SMALL, max_length=64, max_num_seqs=1)
     held = {}
     for quantised in (False, True):
-        own = dataclasses.replace(cfg, int4_group=GROUP if quantised else None)
-        arguments = arguments_of("decode", own, mesh, options, quantised)
-        found = pod.bytes_on_device(arguments["weights"])
-        held[quantised] = sum(size for path, size in found.items() if "/experts/" in path)
+        variant = dataclasses.replace(cfg, int4_group=GROUP if quantised else None)
+        arguments = arguments_of("decode", variant, mesh, options, quantised)
+        sizes = pod.bytes_on_device(arguments["weights"])
+        held[quantised] = sum(size for path, size in sizes.items() if "/experts/" in path)
         latents = 2 * 64 * 2 * (24 + 4)
         keys = 64 * 2 * 28  # the second layer has no indexer
         assert total(arguments["cache"]["layers"]) == latents + keys, "one sequence a device"
@@ -181,7 +181,7 @@ def test_bytes_on_a_device_are_what_the_shapes_say():
     assert held == {False: 2 * experts, True: experts // 2 + 4 * experts // GROUP}
 
 
-def test_more_sequences_take_more_pages_and_no_more_weights():
+def test_only_pages_grow_with_sequences():
     mesh = abstract_mesh(AXES)
     one, two = (
         arguments_of("decode", PLAIN, mesh, dataclasses.replace(SMALL, max_num_seqs=batch))
@@ -192,8 +192,8 @@ def test_more_sequences_take_more_pages_and_no_more_weights():
     assert two["inputs"]["tables"].shape == (4, 4, 4)
 
 
-def test_true_size_is_placed_in_seconds_and_in_no_memory():
-    """W4A8 on eight H200: half a byte for each expert's weight, the rest cut in eight as well."""
+def test_places_full_size_model_without_memory():
+    """W4A8 on eight H200: half a byte for each expert's weight, and all weights split in eight."""
     cfg, mesh = presets.glm5(), abstract_mesh({"expert": 8})
     plain, packed = (
         pod.bytes_on_device(
@@ -203,8 +203,8 @@ def test_true_size_is_placed_in_seconds_and_in_no_memory():
     )
     experts = 76 * 256 * 3 * 6144 * 2048
     sizes = [
-        sum(size for path, size in found.items() if "/experts/" in path)
-        for found in (plain, packed)
+        sum(size for path, size in weights.items() if "/experts/" in path)
+        for weights in (plain, packed)
     ]
     assert sizes == [2 * experts // 8, (experts // 2 + 4 * experts // 128) // 8]
     assert sum(plain.values()) == pytest.approx(2 * cfg.num_stored_parameters / 8, rel=0.01)
@@ -225,7 +225,7 @@ def test_true_size_is_placed_in_seconds_and_in_no_memory():
         ),
     ],
 )
-def test_what_no_engine_would_take_is_refused(cfg, changes, message):
+def test_refuses_options_that_engine_refuses(cfg, changes, message):
     options = dataclasses.replace(SMALL, **changes)
     with pytest.raises(ValueError, match=message):
         lower_decode(cfg, abstract_mesh(AXES), "tpu", options)
@@ -242,7 +242,7 @@ SERVED = [
 
 
 @pytest.mark.slow
-def test_the_report_tells_of_both_programs(capsys):
+def test_reports_both_programs(capsys):
     assert command.main(SERVED) == 0
     out = capsys.readouterr().out
     for name in LOWER:
@@ -258,23 +258,23 @@ def test_the_report_tells_of_both_programs(capsys):
 def test_prints_json_with_bytes_of_each_kind(capsys):
     flags = ["--model.dtype=bfloat16", "--quantised", "--model.int4_group=32"]
     assert command.main([*SERVED, *flags, "--json"]) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [own["program"] for own in told] == [*LOWER]
-    assert told[0]["argument_bytes"]["weights"] == told[1]["argument_bytes"]["weights"]
-    assert told[1]["fits"] is None and told[1]["token_costs"][0]["batch"] == 64
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [report["program"] for report in reports] == [*LOWER]
+    assert reports[0]["argument_bytes"]["weights"] == reports[1]["argument_bytes"]["weights"]
+    assert reports[1]["fits"] is None and reports[1]["token_costs"][0]["batch"] == 64
     cfg = dataclasses.replace(presets.tiny(), num_hidden_layers=2, dtype="bfloat16")
     mesh, options = (
         abstract_mesh({"fsdp": 2, "expert": 4}),
         command_line.parse(SERVED[:-1]).config.engine,
     )
     plain, packed = (
-        arguments_of("decode", own, mesh, options, own is not cfg)
-        for own in (cfg, dataclasses.replace(cfg, int4_group=32))
+        arguments_of("decode", variant, mesh, options, variant is not cfg)
+        for variant in (cfg, dataclasses.replace(cfg, int4_group=32))
     )
     assert total(packed["weights"]) < 0.75 * total(plain["weights"])
-    for kind, size in told[1]["argument_bytes"].items():
+    for kind, size in reports[1]["argument_bytes"].items():
         assert size == total(packed[kind]), kind
-    assert told[1]["argument_bytes"]["cache"] == total(plain["cache"])
+    assert reports[1]["argument_bytes"]["cache"] == total(plain["cache"])
 
 
 def test_reads_model_of_checkpoint(tmp_path):
@@ -313,7 +313,7 @@ def test_reads_model_of_checkpoint(tmp_path):
         (["--topology=abacus:2x2"], "'abacus:2x2' is not a pod"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(changes, message, capsys):
+def test_reports_mistake_in_one_line(changes, message, capsys):
     assert command.main(SERVED + changes) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err
@@ -321,6 +321,6 @@ def test_mistakes_are_answered_in_one_line(changes, message, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--quantised", "--model.num_hidden_layers=4"])
-def test_flags_of_what_serves_are_no_flags_of_a_stage(flag, capsys):
+def test_refuses_serving_flags_for_stage(flag, capsys):
     assert command.main(["compile", "--experiment=experiments/pretrain.py:tiny", flag]) == 2
     assert f"{flag} is for experiments that serve" in capsys.readouterr().err

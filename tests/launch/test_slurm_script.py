@@ -1,4 +1,4 @@
-"""A script for Slurm that runs, on the commands that a node has: roles start, die, and are told to end."""
+"""A script for Slurm, run with the commands of a node: roles start, die, and end on signals."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from tests.runtime.test_process import ends
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py"
 
 SRUN = """#!/usr/bin/env bash
-# A step of one task, here.
+# Runs a step of one task.
 while [[ $1 == --* ]]; do
   if [[ $1 == --output=* ]]; then output=${1#*=}; fi
   shift
@@ -41,7 +41,7 @@ esac
 
 
 def run_script(tmp_path, *flags: str, state: str = "RUNNING") -> subprocess.Popen:
-    """The script of the small system, on the commands of Slurm that a node has."""
+    """Starts the script of the small system, with the commands that a node of Slurm has."""
     while True:  # ports that are free, the engines' two in a row
         engine, gateway, orchestrator = find_free_port(), find_free_port(), find_free_port()
         if len({engine, engine + 1, gateway, orchestrator}) == 4:
@@ -82,8 +82,8 @@ def run_script(tmp_path, *flags: str, state: str = "RUNNING") -> subprocess.Pope
     )
 
 
-def asked(tmp_path, role: str) -> dict:
-    """What the first server of a role answers, once it does; its port is in the script."""
+def read_arguments(tmp_path, role: str) -> dict:
+    """Returns the arguments that the first server of a role reports once it runs; its port is in the script."""
     words = next(
         line
         for line in (tmp_path / "script").read_text().splitlines()
@@ -93,37 +93,38 @@ def asked(tmp_path, role: str) -> dict:
     deadline = time.monotonic() + 60
     while True:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/given", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/arguments", timeout=30) as answer:
                 return json.load(answer)
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
 
-def test_a_script_starts_the_roles_in_order_and_again_when_they_die(tmp_path):
+def test_starts_roles_in_order_and_restarts_them(tmp_path):
     with run_script(tmp_path, "--experiment.deaths=1", "--experiment.seconds=3") as script:
         for line in script.stdout:
             if "train-0 started" in line:
                 break
         pids = {
-            role: asked(tmp_path, role)["pid"] for role in ("engine", "gateway", "orchestrator")
+            role: read_arguments(tmp_path, role)["pid"]
+            for role in ("engine", "gateway", "orchestrator")
         }
         os.kill(pids["gateway"], signal.SIGKILL)
         assert "gateway-0 ended with code 137" in script.stdout.readline()
         assert "gateway-0 started" in script.stdout.readline()
-        gateway = asked(tmp_path, "gateway")
+        gateway = read_arguments(tmp_path, "gateway")
         pids["new gateway"] = gateway["pid"]
         out, err = script.communicate(timeout=300)
-    said = [line.split(" ", 1)[1] for line in out.splitlines()]
-    assert said[:2] == ["train-0 ended with code 137", "train-0 started"]
-    assert said[2] == "train-0 ended with code 0"
+    events = [line.split(" ", 1)[1] for line in out.splitlines()]
+    assert events[:2] == ["train-0 ended with code 137", "train-0 started"]
+    assert events[2] == "train-0 ended with code 0"
     assert (script.returncode, (tmp_path / "lives").read_text()) == (0, "life\n" * 2), err
-    assert gateway["given"][1] == 'cost=$5 `a` "b" it\'s'
+    assert gateway["arguments"][1] == 'cost=$5 `a` "b" it\'s'
     assert all(map(ends, pids.values())) and len({*pids.values()}) == 4
 
 
 @pytest.mark.slow
-def test_a_script_ends_with_what_dies_too_often(tmp_path):
+def test_ends_after_too_many_deaths(tmp_path):
     with run_script(tmp_path, "--experiment.deaths=9", "--experiment.limit=1") as script:
         _, err = script.communicate(timeout=300)
     assert script.returncode == 1
@@ -134,24 +135,25 @@ def test_a_script_ends_with_what_dies_too_often(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("whom", "state", "again"),
+    ("target", "state", "is_requeued"),
     [("script", "RUNNING", True), ("train", "RUNNING", True), ("train", "COMPLETING", False)],
     ids=["before the time limit", "pre-empted", "cancelled"],
 )
-def test_a_job_that_slurm_ends_saves_and_goes_back_into_the_queue(tmp_path, whom, state, again):
-    """Slurm signals the script before the limit, and tasks alone otherwise."""
+def test_ended_job_saves_and_is_requeued(tmp_path, target, state, is_requeued):
+    """Slurm signals the script before the time limit, and only the tasks otherwise."""
     with run_script(tmp_path, "--experiment.seconds=600", state=state) as script:
         pids = {
-            role: asked(tmp_path, role)["pid"] for role in ("engine", "gateway", "orchestrator")
+            role: read_arguments(tmp_path, role)["pid"]
+            for role in ("engine", "gateway", "orchestrator")
         }
         log = tmp_path / "my run" / "roles" / "train-0.log"
-        while not (found := log.exists() and re.search(r"trains as (\d+)\n", log.read_text())):
+        while not (match := log.exists() and re.search(r"trains as (\d+)\n", log.read_text())):
             assert script.poll() is None
             time.sleep(0.05)
-        os.kill(script.pid if whom == "script" else int(found[1]), signal.SIGTERM)
+        os.kill(script.pid if target == "script" else int(match[1]), signal.SIGTERM)
         out, err = script.communicate(timeout=300)
     assert script.returncode == EXIT_RESTART, err
     assert "train-0 ended with code 75" in out and out.count("train-0 started") == 1
-    assert out.endswith("requeued\n") == again
+    assert out.endswith("requeued\n") == is_requeued
     assert (tmp_path / "lives").read_text() == "life\nsaved\n"
     assert all(map(ends, pids.values()))

@@ -15,8 +15,8 @@ SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 SSH = '#!/bin/sh\nprintf "%s\\n" "$#" "$1" "$2" >"$OUT/$1"\n'
 
 
-def test_each_line_is_the_command_of_one_machine(tmp_path, capsys, monkeypatch):
-    """The script runs, on an ssh that notes what it is asked for."""
+def test_writes_one_command_per_machine(tmp_path, capsys, monkeypatch):
+    """Runs the script with a fake ssh that records its arguments."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
@@ -39,41 +39,41 @@ def test_each_line_is_the_command_of_one_machine(tmp_path, capsys, monkeypatch):
         assert not [word for word in words if word.startswith(("--machines", "--port"))]
 
 
-def test_options_of_xla_are_those_of_the_chip_and_of_the_machine(tmp_path, capsys, monkeypatch):
+def test_joins_xla_flags_of_chip_and_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ssh").write_text('#!/bin/sh\nexec sh -c "$2"\n')
     (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s" "$XLA_FLAGS"\n')
     for name in ("ssh", "python3"):
         (tmp_path / name).chmod(0o755)
     assert ssh_commands.main(["ssh_commands", TINY, "--machines=a", "--chip=h200"]) == 0
-    own = "--xla_gpu_enable_triton_gemm=true"
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XLA_FLAGS": own}
+    flag = "--xla_gpu_enable_triton_gemm=true"
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XLA_FLAGS": flag}
     script = ["bash", "-c", capsys.readouterr().out]
     done = subprocess.run(
         script, env=env, check=True, timeout=60, stdout=subprocess.PIPE, text=True
     )
-    assert done.stdout == f"{xla_flags.format_flags('h200')} {own}"
+    assert done.stdout == f"{xla_flags.format_flags('h200')} {flag}"
 
 
-def test_one_machine_needs_no_meeting(capsys):
+def test_one_machine_needs_no_distributed_flag(capsys):
     assert ssh_commands.main(["ssh_commands", TINY, "--machines=a"]) == 0
     assert "--distributed" not in capsys.readouterr().out
 
 
-def test_addresses_of_ipv6_are_in_brackets_where_a_port_follows(capsys):
+def test_brackets_ipv6_addresses_before_port(capsys):
     assert ssh_commands.main(["ssh_commands", TINY, "--machines=[fe80::1],[fe80::2]"]) == 0
     text = capsys.readouterr().out
     assert "ssh fe80::2 " in text and "--distributed=[fe80::1]:8476,2,1" in text
 
 
-def test_users_may_be_named(capsys):
+def test_accepts_user_names(capsys):
     assert ssh_commands.main(["ssh_commands", TINY, "--machines=me@a,you@[fe80::2]"]) == 0
     text = capsys.readouterr().out
     assert "ssh me@a " in text and "ssh you@fe80::2 " in text
     assert "--distributed=a:8476,2,1" in text
 
 
-def test_the_script_fails_if_one_machine_does(tmp_path, capsys):
+def test_script_fails_if_one_machine_fails(tmp_path, capsys):
     (tmp_path / "ssh").write_text('#!/bin/sh\n[ "$1" != b ] || exit 75\n')
     (tmp_path / "ssh").chmod(0o755)
     assert ssh_commands.main(["ssh_commands", TINY, "--machines=a,b,c"]) == 0
@@ -102,12 +102,12 @@ def test_the_script_fails_if_one_machine_does(tmp_path, capsys):
         ([SYSTEM, "--machines=a,b"], "small-system-tiny is not one program that trains"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(flags, message, capsys):
+def test_reports_mistake_in_one_line(flags, message, capsys):
     assert ssh_commands.main(["ssh_commands", *flags]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_help_is_printed(capsys):
+def test_prints_help(capsys):
     assert ssh_commands.main(["ssh_commands", "--help"]) == 0
     assert "python -m launch.ssh_commands --experiment=" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The chat in the terminal, against a real server."""
+"""The terminal chat with a real server."""
 
 import pytest
 
@@ -6,9 +6,9 @@ from launch import chat
 from tests.inference.conftest import serving
 
 
-def lines(*asked):
-    """What stands for the keyboard: these lines, then its end."""
-    left = list(asked)
+def lines(*inputs):
+    """Returns a fake keyboard: these lines, then the end of the input."""
+    left = list(inputs)
 
     def read(prompt):
         if not left:
@@ -24,14 +24,14 @@ def server():
         yield running
 
 
-def talk(server, capsys, *asked, **options):
+def talk(server, capsys, *inputs, **options):
     options = {"max_tokens": 4, "temperature": 0} | options
     flags = [f"--{name}={value}" for name, value in options.items()]
-    code = chat.main(["chat", f"--url={server.url}", *flags], lines(*asked))
+    code = chat.main(["chat", f"--url={server.url}", *flags], lines(*inputs))
     return code, capsys.readouterr()
 
 
-def test_questions_are_answered_and_remembered(server, capsys):
+def test_answers_and_remembers_questions(server, capsys):
     before = server.engine.stats.prompt_tokens
     code, shown = talk(server, capsys, "hi", "and?")
     assert code == 0 and shown.out.startswith("tiny: /new starts")
@@ -42,23 +42,23 @@ def test_questions_are_answered_and_remembered(server, capsys):
     assert both > apart  # the second question came with the first, or without
 
 
-def test_thinking_is_turned_off(server, capsys):
+def test_turns_thinking_off(server, capsys):
     code, shown = talk(server, capsys, "/think", "hi", "/what", "/quit", "never asked")
     assert code == 0 and "thinking is off" in shown.out and shown.out.count("/new starts") == 2
     assert shown.out.count("(cut off)") == 1
 
 
-def test_a_question_that_is_refused_can_be_asked_otherwise(server, capsys):
+def test_continues_after_refused_question(server, capsys):
     code, shown = talk(server, capsys, "word " * 100, "hi")
     assert code == 0 and "error: the prompt has" in shown.out and shown.out.count("(cut off)") == 1
 
 
-def test_a_missing_key_is_asked_for(capsys, tmp_path):
+def test_names_flag_of_missing_key(capsys, tmp_path):
     (tmp_path / "key").write_text("secret\n")
     with serving(api_key="secret") as running:
         assert chat.main(["chat", f"--url={running.url}"], lines()) == 2
-        said = "error: the API key is missing or wrong; give its file as --api_key_file=FILE\n"
-        assert capsys.readouterr().err == said
+        message = "error: the API key is missing or wrong; give its file as --api_key_file=FILE\n"
+        assert capsys.readouterr().err == message
         key = f"--api_key_file={tmp_path / 'key'}"
         assert chat.main(["chat", f"--url={running.url}", key], lines()) == 0
 
@@ -83,7 +83,7 @@ def test_connects_to_address_of_serve_by_default(server, capsys, monkeypatch):
         (["--url=x", "more"], "unexpected argument 'more'"),
     ],
 )
-def test_wrong_commands_are_one_line(capsys, flags, words):
+def test_reports_wrong_command_in_one_line(capsys, flags, words):
     assert chat.main(["chat", *flags], lines()) == 2
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What the chat in the terminal prints: nothing of a model or a server acts on the terminal."""
+"""Output of the terminal chat: no control sequence of a model or a server reaches the terminal."""
 
 import json
 import re
@@ -19,13 +19,13 @@ def test_prints_no_control_character(text):
     assert not ACTS.search(make_printable(f"a{text}b"))
 
 
-def test_prints_all_other_text_as_it_is():
+def test_prints_other_text_unchanged():
     text = "Hélène 🧑‍🚀 日本 שלום\n\tdef f(): pass"
     assert make_printable(text) == text and make_printable("a\r\nb") == "a\nb"
 
 
 class Hostile(HttpServer):
-    """A server whose names, replies, calls and errors are full of control sequences."""
+    """Server whose names, replies, calls and errors are full of control sequences."""
 
     def routes(self):
         chats = {"/v1/chat/completions": self._chat}
@@ -51,7 +51,7 @@ class Hostile(HttpServer):
         return web.Response(text=text, content_type="text/event-stream")
 
 
-def test_lets_no_control_sequence_through(capsys):
+def test_removes_control_sequences(capsys):
     lines = iter(["hi", "fail", "/quit"])
     with Hostile(ListenConfig(port=0)).running() as url:
         assert chat.main(["chat", f"--url={url}"], lambda prompt: next(lines)) == 0
@@ -61,13 +61,13 @@ def test_lets_no_control_sequence_through(capsys):
 
 
 class Refusing(Hostile):
-    """A server that refuses to say what it serves."""
+    """Server that refuses to list its models."""
 
     async def _models(self, request):
         return json_response({"error": {"message": f"no{CLIPBOARD}"}}, 400)
 
 
-def test_lets_no_control_sequence_of_an_error_through(capsys):
+def test_removes_control_sequences_of_errors(capsys):
     with Refusing(ListenConfig(port=0)).running() as url:
         assert chat.main(["chat", f"--url={url}"], lambda prompt: "/quit") == 2
     shown = capsys.readouterr().err

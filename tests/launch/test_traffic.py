@@ -1,4 +1,4 @@
-"""What a program sends over links and over the network, and the least time that takes, by hand."""
+"""Bytes that a program sends over links and over the network, and their minimum time, computed by hand."""
 
 import math
 
@@ -37,7 +37,7 @@ def over(kind, moved, groups=(), pairs=(), **more) -> Collective:
     )
 
 
-# -- what leaves a chip, a host or a slice -------------------------------------------------------------------------
+# -- bytes that leave a chip, host or slice -------------------------------------------------------------------------
 
 FOUR = (tuple(range(4)),)
 
@@ -47,11 +47,11 @@ FOUR = (tuple(range(4)),)
     [
         (over("all-gather", 3 * MB, FOUR), (0, 0, 0, 0), 0),
         (over("all-gather", 3 * MB, FOUR), (0, 1, 2, 3), 3 * MB),
-        # Two hosts of two: a host lacks two of four parts, each of its devices brings in one.
+        # Two hosts of two: a host lacks two of four parts, and each of its devices receives one.
         (over("all-gather", 3 * MB, FOUR), (0, 0, 1, 1), 1 * MB),
         (over("reduce-scatter", 3 * MB, FOUR), (0, 0, 1, 1), 1 * MB),
         (over("all-reduce", 6 * MB, FOUR), (0, 0, 1, 1), 2 * MB),
-        # What each has for each other: two of three parts go to the other host.
+        # Each device sends two of its three parts to the other host.
         (over("all-to-all", 3 * MB, FOUR), (0, 0, 1, 1), 2 * MB),
         (over("ragged-all-to-all", 3 * MB, FOUR), (0, 0, 1, 1), 2 * MB),
         (over("collective-permute", MB, pairs=((0, 1), (1, 0))), (0, 0, 1, 1), 0),
@@ -60,11 +60,11 @@ FOUR = (tuple(range(4)),)
         (over("all-gather", MB, ((0, 2), (1, 3))), (0, 0, 1, 1), MB),
     ],
 )
-def test_members_of_an_island_bring_in_once_what_all_of_them_get(one, islands, out):
+def test_island_receives_shared_bytes_once(one, islands, out):
     assert leaving_bytes(one, islands) == out
 
 
-def test_of_a_host_s_gpus_what_is_left_goes_over_their_links():
+def test_gpus_of_host_send_rest_over_links():
     mesh = mesh_of("h200:2x8", fsdp=16)
     [row] = summarize_traffic([over("all-gather", 15 * MB, (tuple(range(16)),))], mesh)
     assert row == Traffic(
@@ -78,7 +78,7 @@ def test_of_a_host_s_gpus_what_is_left_goes_over_their_links():
     )
 
 
-def test_of_a_tpu_what_its_two_devices_send_each_other_goes_over_no_link():
+def test_devices_of_tpu_chip_use_no_link():
     mesh = mesh_of("tpu7x:2x2x1", fsdp=8)
     [row] = summarize_traffic([over("all-gather", 7 * MB, (tuple(range(8)),))], mesh)
     assert (row.near_bytes, row.far_bytes) == (3 * MB, 0)
@@ -88,15 +88,15 @@ def test_of_a_tpu_what_its_two_devices_send_each_other_goes_over_no_link():
     assert (row.near_bytes, row.far_bytes) == (7 * MB, 0)
 
 
-def test_kinds_and_axes_are_summed_each_run_once():
+def test_sums_runs_by_kind_and_axes():
     mesh = mesh_of("v5p:2x2x2", fsdp=4, expert=2)
     inside = tuple((i, i + 1) for i in range(0, 8, 2))
-    found = [
+    collectives = [
         over("all-gather", MB, inside)._replace(times=5, in_loop=True),
         over("all-gather", 2 * MB, inside),
         over("all-reduce", MB, inside)._replace(times=None, in_loop=True),
     ]
-    assert summarize_traffic(found, mesh) == (
+    assert summarize_traffic(collectives, mesh) == (
         Traffic(
             kind="all-gather",
             axes=("expert",),
@@ -118,7 +118,7 @@ def test_kinds_and_axes_are_summed_each_run_once():
     )
 
 
-def test_seconds_of_each_resource():
+def test_computes_seconds_of_each_resource():
     rows = [
         Traffic(
             kind="all-gather",
@@ -130,8 +130,8 @@ def test_seconds_of_each_resource():
             largest_bytes=1,
         )
     ]
-    least = [Cost(459e12, 2.765e12), Cost(918e12, 0, "int8")]
-    assert time_bounds(least, rows, parse("v5p:2x2x1")) == pytest.approx(
+    costs = [Cost(459e12, 2.765e12), Cost(918e12, 0, "int8")]
+    assert time_bounds(costs, rows, parse("v5p:2x2x1")) == pytest.approx(
         {"products": 2.0, "memory": 1.0, "links": 1.0}
     )
     far = [
@@ -145,12 +145,12 @@ def test_seconds_of_each_resource():
             largest_bytes=1,
         )
     ] * 2
-    found = time_bounds([Cost(918e12, 0)], far, parse("2*v6e:2x2"))
-    assert found == pytest.approx({"products": 1.0, "memory": 0.0, "links": 0.0, "network": 4.0})
+    bounds = time_bounds([Cost(918e12, 0)], far, parse("2*v6e:2x2"))
+    assert bounds == pytest.approx({"products": 1.0, "memory": 0.0, "links": 0.0, "network": 4.0})
 
 
-def test_of_rows_to_slices_and_inside_them_those_are_counted_that_exist():
-    """Buffers of the first way have room for all tokens, those of the second for what all slices may send."""
+def test_counts_only_existing_rows():
+    """Buffers between slices have room for all tokens, those inside a slice for the tokens that all slices may send."""
     mesh = make_mesh(expert=8)
     halves, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), tuple((i, i + 4) for i in range(4))
     inside = over("ragged-all-to-all", 6 * MB, halves)
@@ -197,7 +197,7 @@ RAGGED = '_xla_megascale_ragged_operand_index="0",'
 
 
 def between(kind, target, sent, got, attributes=""):
-    """The collectives of a program in which slices send so many rows of 16 KB, and get so many."""
+    """Returns the collectives of a program in which slices send and receive these numbers of rows of 16 KB."""
     words = {
         "SENT": f"bf16[{sent},8192]",
         "GOT": f"bf16[{got},8192]",
@@ -225,9 +225,7 @@ def between(kind, target, sent, got, attributes=""):
         ("ALL_REDUCE", ALL, 4, 4, 6, ("data", "fsdp"), ""),
     ],
 )
-def test_what_the_hosts_of_slices_send_is_a_collective(
-    kind, target, sent, got, moved, axes, attributes
-):
+def test_reads_host_transfers_as_collectives(kind, target, sent, got, moved, axes, attributes):
     [one] = between(kind, target, sent, got, attributes)
     mesh = mesh_of("4*v6e:2x2", data=2, fsdp=8)
     assert one.between_slices and one.num_bytes == got * 16_384 and one.moved == moved * 16_384
@@ -236,12 +234,12 @@ def test_what_the_hosts_of_slices_send_is_a_collective(
     assert (row.near_bytes, row.far_bytes) == (0, one.moved)
 
 
-def test_a_transfer_of_another_kind_is_not_passed_over():
+def test_rejects_unknown_transfer():
     with pytest.raises(ValueError, match="between slices of TPUs there is a BROADCAST"):
         between("BROADCAST", ALL, 4, 4)
 
 
-def test_groups_of_a_slice_are_those_of_every_slice():
+def test_repeats_groups_for_every_slice():
     line = "  ROOT %g = bf16[4096,8192]{1,0} all-gather(%param), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}\n}\n"
     mesh = mesh_of("4*v6e:2x2", data=2, fsdp=8)
     [one] = find_collectives(TEXT + line, mesh)
@@ -251,8 +249,8 @@ def test_groups_of_a_slice_are_those_of_every_slice():
     assert (row.near_bytes, row.far_bytes) == (3 * 1024 * 16_384, 0)
 
 
-def test_a_gather_that_goes_on_beside_products_counts_once():
-    """libtpu has it where it begins, goes on and ends."""
+def test_counts_asynchronous_gather_once():
+    """libtpu lists it where it begins, where it continues and where it ends."""
     part = """%NAME (p: bf16[256,8]) -> bf16[1024,8] {
   %p = bf16[256,8]{1,0} parameter(0)
   %g = bf16[1024,8]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="0"}

@@ -13,7 +13,7 @@ import pytest
 
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.manifest import transfer_dtypes
-from glm5_jax.inference import runner
+from glm5_jax.inference import engine_weights
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import table
 from glm5_jax.inference.request import EngineConfig
@@ -120,7 +120,7 @@ def test_reshard_makes_no_second_model_copy(monkeypatch):
     receiver, params = engine({"expert": 4}, devices, cfg=LARGER), trainer(LARGER)
     size = {path: x.size * 2 for path, x in flatten(params).items()}
     limit = sorted(size.values())[-2]
-    monkeypatch.setattr(runner, "MAX_LOAD_BYTES", limit)
+    monkeypatch.setattr(engine_weights, "MAX_LOAD_BYTES", limit)
     sides = {"engine": set(devices), "trainer": set(jax.devices()[:4])}
 
     def live_bytes(side):

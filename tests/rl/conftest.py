@@ -1,4 +1,4 @@
-"""What tests of pushes, and of orchestrators, have in common."""
+"""Fixtures of tests of weight pushes and of orchestrators."""
 
 import contextlib
 
@@ -8,34 +8,37 @@ from tests.rl.fleet import ENGINE, gateway
 
 
 @pytest.fixture
-def served():
-    from tests.rl.pushing import serving  # of which most tests have no need
+def served_engine():
+    from tests.rl.pushing import serving  # slow to import, and most tests do not need it
 
-    with serving() as one:
-        yield one
+    with serving() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def engine():
+    """Runs `ENGINE`, and returns its URL."""
     with ENGINE.running() as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def gate(engine):
+    """Runs a gateway in front of `engine`, and returns its URL."""
     with gateway(engine) as url:
         yield url
 
 
 @pytest.fixture
 def stack():
+    """Closes at the end of the test all contexts that were entered."""
     with contextlib.ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """Stages train on one device and write no page."""
+    """Trains stages on one device, without a report page."""
     from tests.rl.small_stage import train_on_one_device
 
     train_on_one_device(monkeypatch)

@@ -1,9 +1,10 @@
-"""Small real parts of an asynchronous system: engines that answer at random, services whose tasks are sums, a trainer
-that learns nothing.
+"""Small real parts of an asynchronous system.
+
+Engines answer at random, the tasks of the services are sums, and the trainer trains nothing.
 
     python -m tests.rl.fleet PART '{"port": 0, ...}'
 
-runs one of them as a process; it prints its port.
+runs one part as a process, which prints its port.
 """
 
 import asyncio
@@ -36,13 +37,20 @@ from glm5_jax.runtime.http_server import (
     read_json,
 )
 
-# Of the byte tokenizer, `Tokenizer.load("bytes")`: "</think>", and what ends a turn.
-CLOSES, STOPS = 278, 263
+# Ids of the byte tokenizer, `Tokenizer.load("bytes")`: "</think>", and the end of a turn.
+END_OF_THINKING, END_OF_TURN = 278, 263
 
 
 class Engine(HttpServer):
-    """Answers `/generate` after a random delay of so many seconds on average. version: of what it samples; instance: which
-    process it seems to be."""
+    """Answers `/generate` after a random delay.
+
+    Attributes:
+      delay: mean delay, in seconds.
+      tokens: number of digits of a reply.
+      version: version of the weights that sample.
+      checksum: checksum of the weights; None: the engine reports none.
+      instance: id of the process that the engine pretends to be.
+    """
 
     def __init__(self, config=ListenConfig(port=0), delay=0.01, tokens=8):
         super().__init__(config)
@@ -51,33 +59,33 @@ class Engine(HttpServer):
         self._random = random.Random(0)
 
     def routes(self):
-        post = {"/generate": self._generate, "/version": self._set}
-        return {"POST": post, "GET": {"/health": self._health, "/weights": self._held}}
+        post = {"/generate": self._generate, "/version": self._set_version}
+        return {"POST": post, "GET": {"/health": self._health, "/weights": self._weights}}
 
     async def _generate(self, request):
-        said = read_json(await request.read())
-        own = random.Random(said["sampling_params"]["sampling_seed"])
+        body = read_json(await request.read())
+        rng = random.Random(body["sampling_params"]["sampling_seed"])
         await asyncio.sleep(self._random.uniform(0, 2 * self.delay))
-        ids = self.reply(said["input_ids"], own)
-        meta = {
+        output_ids = self.reply(body["input_ids"], rng)
+        meta_info = {
             "finish_reason": {"type": "stop"},
-            "output_token_logprobs": [[-own.random(), i, None] for i in ids],
-            "weight_versions": [self.version] * len(ids),
+            "output_token_logprobs": [[-rng.random(), i, None] for i in output_ids],
+            "weight_versions": [self.version] * len(output_ids),
             "cached_tokens": 0,
         }
-        answer = json_response({"output_ids": ids, "meta_info": meta})
+        answer = json_response({"output_ids": output_ids, "meta_info": meta_info})
         answer.headers[INSTANCE] = self.instance
         return answer
 
-    async def _held(self, request):
-        held = {"version": self.version, "checksum": self.checksum}
-        return json_response(held | {"instance": self.instance})
+    async def _weights(self, request):
+        weights = {"version": self.version, "checksum": self.checksum}
+        return json_response(weights | {"instance": self.instance})
 
-    def reply(self, prompt, draw):
-        """The ids of a reply: digits, in the byte tokenizer."""
-        return [CLOSES, *(draw.randrange(15, 25) for _ in range(self.tokens)), STOPS]
+    def reply(self, prompt, rng):
+        """Returns the ids of a reply: digits of the byte tokenizer."""
+        return [END_OF_THINKING, *(rng.randrange(15, 25) for _ in range(self.tokens)), END_OF_TURN]
 
-    async def _set(self, request):
+    async def _set_version(self, request):
         self.version = read_json(await request.read())["version"]
         return json_response({})
 
@@ -86,28 +94,37 @@ class Engine(HttpServer):
 
 
 class Sums(TaskService):
-    """Chats for so many turns; what an attempt is worth is whether the last reply's digits are even.
+    """Chats for some turns; the reward is 1 if the digits of the last reply are an even number.
 
-    mode: "ok"; "fails" (the environment does), "hangs", "deaf" (it does so whatever its deadline), "500" or "garbage".
-    broken: says of what is asked whether its environment fails. pause: seconds before each turn.
-    seen: what was asked; places: of its tasks; cancelled: rollouts; called_off: those that the orchestrator said are.
+    Attributes:
+      turns: number of turns of an attempt.
+      pause: delay before each turn, in seconds.
+      mode: "ok"; "fails" (the environment fails), "hangs", "deaf" (it hangs past its deadline),
+        "500" or "garbage".
+      is_broken: function of a request; whether its environment fails.
+      requests: requests for rollouts so far.
+      indices: task indices of these requests.
+      cancelled: rollouts whose attempt was cancelled.
+      called_off: rollouts that the orchestrator has cancelled.
     """
 
     def __init__(self, config, size=100, held_out=4, turns=2, pause=0.0):
         super().__init__(config, size, held_out)
         self.turns, self.pause, self.mode = turns, pause, "ok"
-        self.broken = lambda asked: False
-        self.seen, self.places, self.cancelled, self.called_off = [], [], [], []
+        self.is_broken = lambda request: False
+        self.requests, self.indices, self.cancelled, self.called_off = [], [], [], []
 
     def routes(self):
-        own = super().routes()
-        return own | {"POST": {"/rollout": self._moody, "/cancel": self._off}}
+        routes = super().routes()
+        return routes | {
+            "POST": {"/rollout": self._rollout_by_mode, "/cancel": self._record_cancel}
+        }
 
-    async def _off(self, request):
+    async def _record_cancel(self, request):
         self.called_off.append(read_json(await request.read())["rollout_id"])
         return await self._cancel(request)
 
-    async def _moody(self, request):
+    async def _rollout_by_mode(self, request):
         if self.mode == "500":
             raise ApiError("the disk is full", 500)
         if self.mode == "garbage":
@@ -117,39 +134,39 @@ class Sums(TaskService):
         return await self._rollout(request)
 
     async def lifespan(self, app):
-        # One pool for all agents, which a thousand separate ones need not be.
+        # One connection pool for all agents: a thousand separate ones would cost too much.
         async with JsonClient() as self._agents:
             async for _ in super().lifespan(app):
                 yield
 
-    async def attempt(self, asked, place):
-        self.seen.append(asked)
-        self.places.append(place)
+    async def attempt(self, request, index):
+        self.requests.append(request)
+        self.indices.append(index)
         try:
-            return await self._chat(asked, place)
+            return await self._chat(request, index)
         except asyncio.CancelledError:
-            self.cancelled.append(asked.rollout_id)
+            self.cancelled.append(request.rollout_id)
             raise
 
-    async def _chat(self, asked, place):
-        if self.mode == "fails" or self.broken(asked):
+    async def _chat(self, request, index):
+        if self.mode == "fails" or self.is_broken(request):
             raise OSError("the sandbox is gone")
         if self.mode == "hangs":
             await asyncio.sleep(3600)
-        messages = [{"role": "user", "content": f"{place}+1?"}]
-        url = f"{asked.base_url}/v1/chat/completions"
+        messages = [{"role": "user", "content": f"{index}+1?"}]
+        url = f"{request.base_url}/v1/chat/completions"
         for turn in range(self.turns):
             await asyncio.sleep(self.pause)
             if turn:
                 messages.append({"role": "user", "content": "And?"})
-            said = await self._agents.request("POST", url, {"messages": messages}, timeout_s=60)
-            messages.append(said["choices"][0]["message"])
-        right = float(int(messages[-1]["content"]) % 2 == 0)
-        return Outcome(tuple(messages), Reward(right, {"right": right}), {"turns": self.turns})
+            response = await self._agents.request("POST", url, {"messages": messages}, timeout_s=60)
+            messages.append(response["choices"][0]["message"])
+        is_even = float(int(messages[-1]["content"]) % 2 == 0)
+        return Outcome(tuple(messages), Reward(is_even, {"right": is_even}), {"turns": self.turns})
 
 
 QUICK = dict(port=0, grace_s=5.0)
-# Everything that a test would wait for is short.
+# Short intervals of everything that a test waits for.
 SOON = dict(
     poll_interval_s=0.02,
     registry=RegistryConfig(
@@ -167,50 +184,51 @@ SOON = dict(
 def orchestrator_config(
     gateway, group=4, batch_groups=4, max_staleness=2, max_running=16, **options
 ):
-    """An orchestrator's; options: others of it, and of its buffer."""
+    """Returns the config of an orchestrator; options: fields of it and of its buffer."""
     names = {field.name for field in dataclasses.fields(BufferConfig)}
-    more = {name: options.pop(name) for name in names & options.keys()}
-    own = BufferConfig(
+    buffer_options = {name: options.pop(name) for name in names & options.keys()}
+    buffer = BufferConfig(
         group=group,
         batch_groups=batch_groups,
         max_staleness=max_staleness,
         max_running=max_running,
-        **more,
+        **buffer_options,
     )
-    return OrchestratorConfig(**QUICK | SOON | {"gateway": gateway, "buffer": own} | options)
+    return OrchestratorConfig(**QUICK | SOON | {"gateway": gateway, "buffer": buffer} | options)
 
 
 def service_config(orchestrator, name="sums", **options):
+    """Returns the config of a service with short intervals."""
     options = dict(heartbeat_interval_s=0.5, rollout_timeout_s=20.0, max_inflight=64) | options
     return ServiceConfig(**QUICK | {"orchestrator": orchestrator, "name": name} | options)
 
 
 @contextlib.contextmanager
 def gateway(engine, **options):
-    """The real one, in front of an engine, or several with commas between them; its URL."""
+    """Runs the real gateway in front of engines, whose URLs are separated by commas, and returns its URL."""
     from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
     from glm5_jax.text.tokenizer import Tokenizer
 
     options = QUICK | dict(probe_interval_s=0.1, reply_timeout_s=30.0) | options
-    made = Gateway(Tokenizer.load("bytes"), engine.split(","), GatewayConfig(**options))
-    with made.running() as url:
+    server = Gateway(Tokenizer.load("bytes"), engine.split(","), GatewayConfig(**options))
+    with server.running() as url:
         yield url
 
 
-def told(url, path, body, seconds=60.0):
-    """What a server says to a body of JSON."""
-    with Client(url).open(path, json.dumps(body).encode(), timeout_s=seconds) as answer:
+def post_json(url, path, body, timeout_s=60.0):
+    """Posts a JSON body, and returns the JSON of the response."""
+    with Client(url).open(path, json.dumps(body).encode(), timeout_s=timeout_s) as answer:
         return json.load(answer)
 
 
 def server_info(gate):
-    """Returns the numbers of a gateway."""
+    """Returns the status of a gateway."""
     with urllib.request.urlopen(f"{gate}/server_info", timeout=60) as response:
         return json.load(response)
 
 
-def sessions(gate):
-    """How many a gateway has."""
+def num_sessions(gate):
+    """Returns the number of open sessions of a gateway."""
     return server_info(gate)["sessions"]
 
 
@@ -221,26 +239,28 @@ async def body_of(response):
 
 
 def rollout(url, number=0, **fields):
-    """What a service says of a rollout that it is asked for as by the orchestrator; fields: others of what is asked, `base_url`
-    always."""
+    """Requests a rollout of a service as the orchestrator does, and returns the JSON of the response."""
     ids = {"rollout_id": f"r{number}", "group_id": "g", "number": number}
-    return told(url, "/rollout", ids | {"held_out": False, "seed": 1} | fields)
+    return post_json(url, "/rollout", ids | {"held_out": False, "seed": 1} | fields)
 
 
-def until(holds, seconds=20.0):
-    """Waits for something to hold; what it is then."""
-    end = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < end, "it has not come"
+def until(condition, timeout_s=20.0):
+    """Waits until a condition is true, and returns its value."""
+    end = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < end, f"the condition did not hold within {timeout_s} s"
         time.sleep(0.02)
-    return found
+    return result
 
 
-ENGINE = Engine()  # of the fixtures `engine` and `gate`
+ENGINE = Engine()  # engine of the fixtures `engine` and `gate`
 
 
 class Fleet:
-    """An orchestrator and its services, and what their trainer does. services: options by name; a list: of the same ones."""
+    """An orchestrator with its services, and the requests of a trainer.
+
+    services: options of each service by name, or a list of names.
+    """
 
     def __init__(self, stack, gate, services=("sums",), **options):
         self.stack, self.orchestrator = stack, Orchestrator(orchestrator_config(gate, **options))
@@ -252,45 +272,47 @@ class Fleet:
             self.add(name, **(services[name] if isinstance(services, dict) else {}))
 
     def add(self, name, stack=None, *, turns=2, pause=0.0, size=100, **options):
-        """A service, once it is registered."""
-        made = Sums(service_config(self.url, name, **options), size, turns=turns, pause=pause)
-        self.services[name] = made
-        (stack or self.stack).enter_context(made.running())
-        until(lambda: made.is_registered)
-        return made
+        """Starts a service, and waits until it is registered."""
+        service = Sums(service_config(self.url, name, **options), size, turns=turns, pause=pause)
+        self.services[name] = service
+        (stack or self.stack).enter_context(service.running())
+        until(lambda: service.is_registered)
+        return service
 
     def begin(self):
+        """Starts the trainer at the current step."""
         self.client.begin(self.step, self.step)
         return self
 
-    def train(self, updates=1, seconds=20.0):
-        """The groups of so many batches."""
-        found = []
+    def train(self, updates=1, timeout_s=20.0):
+        """Takes batches, reports them as trained on, and returns their groups."""
+        groups = []
         for _ in range(updates):
-            taken = self.client.take(self.step, seconds)
-            assert taken is not None, json.dumps(self.client.status(), indent=1)
+            batch = self.client.take(self.step, timeout_s)
+            assert batch is not None, json.dumps(self.client.status(), indent=1)
             self.client.mark_trained(self.step)
             self.step += 1
             ENGINE.version = self.step
             self.client.push(self.step)
-            found += taken
-        return found
+            groups += batch
+        return groups
 
-    def told(self, name="sums"):
+    def task_status(self, name="sums"):
+        """Returns the orchestrator's status of a task."""
         return self.client.status()["tasks"][name]
 
 
-# -- as processes ---------------------------------------------------------------------------------------------
+# -- parts as processes ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def process(part, *, env=None, **options):
-    """One of `PARTS` as a process; (its URL, the process), which is killed at the end."""
+    """Runs one of `PARTS` as a process, and returns (URL, process). The process is killed at the end."""
     command = [sys.executable, "-m", "tests.rl.fleet", part, json.dumps(options)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         port = child.stdout.readline().strip()
-        assert port.isdigit(), f"{part} has not begun: {port!r}"
+        assert port.isdigit(), f"{part} did not print its port: {port!r}"
         yield f"http://127.0.0.1:{port}", child
     finally:
         child.kill()
@@ -299,29 +321,31 @@ def process(part, *, env=None, **options):
 
 
 class Parts:
-    """Processes by name, which can be killed and started anew at the same port with the same journal."""
+    """Processes by name that can be killed and restarted on the same port with the same journal."""
 
     def __init__(self, stack):
         self._stack, self._started, self.processes = stack, {}, {}
 
     def start(self, name, part, /, **options):
-        own = contextlib.ExitStack()
-        url, self.processes[name] = own.enter_context(process(part, **options))
-        self._stack.push(own)
+        """Starts a part under a name, and returns its URL."""
+        process_stack = contextlib.ExitStack()
+        url, self.processes[name] = process_stack.enter_context(process(part, **options))
+        self._stack.push(process_stack)
         port = int(url.rpartition(":")[2])
-        self._started[name] = own, part, options | {"port": port}
+        self._started[name] = process_stack, part, options | {"port": port}
         return url
 
     def kill(self, name):
-        own, part, options = self._started[name]
-        own.close()  # with SIGKILL
+        """Kills a process with SIGKILL, and starts it again."""
+        process_stack, part, options = self._started[name]
+        process_stack.close()
         self.start(name, part, **options)
 
 
-def resident(child, what="VmRSS"):
-    """Bytes of memory that a process has, or had at most (VmHWM)."""
+def memory_bytes(child, field="VmRSS"):
+    """Returns a memory field of a process in bytes: VmRSS is the current size, VmHWM the maximum."""
     with open(f"/proc/{child.pid}/status") as file:
-        [line] = [line for line in file if line.startswith(what + ":")]
+        [line] = [line for line in file if line.startswith(field + ":")]
     return int(line.split()[1]) * 1024
 
 
@@ -349,5 +373,5 @@ def _orchestrator(heartbeat_timeout_s=10.0, gateway_timeout_s=60.0, **options):
 PARTS = {"engine": _engine, "gateway": _gateway, "service": _service, "orchestrator": _orchestrator}
 
 if __name__ == "__main__":
-    made = PARTS[sys.argv[1]](**json.loads(sys.argv[2]))
-    asyncio.run(made.serve(lambda port: print(port, flush=True)))
+    server = PARTS[sys.argv[1]](**json.loads(sys.argv[2]))
+    asyncio.run(server.serve(lambda port: print(port, flush=True)))

@@ -1,4 +1,4 @@
-"""Engines behind HTTP that weights are pushed to, and what they have of them."""
+"""Engines that receive weights over HTTP, and comparisons of their weights."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten, map_with_path
+from glm5_jax.rl.weights.buckets import split_tensor
 from glm5_jax.rl.weights.pusher import SyncConfig
-from glm5_jax.rl.weights.weight_sync import split_tensor
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 
@@ -32,7 +32,7 @@ CFG = dataclasses.replace(
     presets.tiny(), num_hidden_layers=2, index_topk=12, max_position_embeddings=64
 )
 OPTIONS = dict(page_size=16, num_pages=16, max_num_seqs=4, prefill_chunk=64, max_length=64)
-# Of one dense layer, for replies whose weights change in the middle.
+# One dense layer, for replies whose weights change in the middle.
 DENSE = one_layer(max_position_embeddings=64, model_type="glm4_moe_lite")
 NARROW = dataclasses.replace(CFG, dtype="bfloat16")
 SMALL = SyncConfig(bucket_bytes=2**16, timeout_s=20.0, load_timeout_s=60.0)
@@ -41,11 +41,12 @@ DELTA = dataclasses.replace(SMALL, delta=True)
 
 @functools.cache
 def params(seed=1, cfg=CFG):
-    """As a trainer has them."""
+    """Returns a trainer's parameters."""
     return glm5.params_of(glm5.Glm5(cfg, rngs=nnx.Rngs(seed)))
 
 
-def made(cfg=CFG, weights=None, version=0, **options):
+def make_engine(cfg=CFG, weights=None, version=0, **options):
+    """Returns an engine with the small limits of `OPTIONS`."""
     weights = params(0) if weights is None else weights
     return Engine(
         glm5.Glm5(cfg, params=weights),
@@ -55,82 +56,92 @@ def made(cfg=CFG, weights=None, version=0, **options):
     )
 
 
-class Served:
-    """An engine behind HTTP."""
+class ServedEngine:
+    """Client of an engine that serves over HTTP.
+
+    Attributes:
+      engine: the engine.
+      url: URL of its server.
+      server: its server.
+    """
 
     def __init__(self, engine, url, server=None):
         self.engine, self.url, self.server = engine, url, server
 
-    def ask(self, path, body=None, **params):
-        """(status, JSON)."""
+    def request(self, path, body=None, **params):
+        """Sends a request, and returns (status, JSON)."""
 
-        async def inner():
-            told = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async def send():
+            content = {"data": body} if isinstance(body, bytes) else {"json": body}
             async with aiohttp.ClientSession() as client:
                 method = "GET" if body is None else "POST"
-                call = client.request(method, self.url + path, params=params, **told)
+                call = client.request(method, self.url + path, params=params, **content)
                 async with call as response:
                     return response.status, await response.json()
 
-        return asyncio.run(asyncio.wait_for(inner(), 60))
+        return asyncio.run(asyncio.wait_for(send(), 60))
 
     @property
-    def held(self):
-        """(version, checksum) as it tells them."""
-        status, told = self.ask("/weights")
+    def version_and_checksum(self):
+        """Returns (version, checksum) of the weights, as the server reports them."""
+        status, weights = self.request("/weights")
         assert status == 200
-        return told["version"], told["checksum"]
+        return weights["version"], weights["checksum"]
 
     @property
     def bits(self):
+        """Returns the bytes of all weights of the engine."""
         return bits(self.engine)
 
 
 @contextlib.contextmanager
 def serving(cfg=CFG, port=0, version=0, kind=Server, engine=None, clock=time.monotonic, **config):
-    """kind: class of the server; clock: by which a push that sends nothing ends."""
-    engine = engine or made(cfg, version=version)
+    """Serves an engine over HTTP.
+
+    kind: class of the server. clock: clock that ends a push without data.
+    """
+    engine = engine or make_engine(cfg, version=version)
     config = ServerConfig(port=port, model="tiny", **config)
     weights = params(0, cfg) if cfg == DENSE else params(0)
     loader = models.make_weight_loader(glm5.Glm5(cfg, params=weights))
     server = kind(engine, TOKENIZER, config, loader, clock)
     with server.running() as url:
-        yield Served(engine, url, server)
+        yield ServedEngine(engine, url, server)
 
 
 def bits(engine):
-    """What an engine computes with, bit by bit."""
+    """Returns the bytes of all weights that an engine computes with, by path."""
     return {
-        path: np.asarray(x).tobytes()
+        path: np.asarray(array).tobytes()
         for path, leaf in flatten(engine.computation.params).items()
-        for path, x in [(f"{path}/{i}", own) for i, own in enumerate(jax.tree.leaves(leaf))]
+        for path, array in [(f"{path}/{i}", x) for i, x in enumerate(jax.tree.leaves(leaf))]
     }
 
 
-def loaded(weights, cfg=CFG):
-    """The bits of an engine that was given weights as they are."""
-    engine = made(cfg)
+def bits_after_update(weights, cfg=CFG):
+    """Returns the bits of an engine that was updated with unchanged weights."""
+    engine = make_engine(cfg)
     engine.update_weights(weights, 1)
     return bits(engine)
 
 
-def moved(weights, count=7, seed=0):
-    """The same but for a few numbers of one leaf in three."""
+def perturb(weights, count=7, seed=0):
+    """Returns the weights with `count` changed numbers in every third leaf."""
     rng = np.random.default_rng(seed)
     out = {}
     for i, (path, x) in enumerate(flatten(weights).items()):
         x = np.array(x)
         if i % 3 == 0:
-            where = rng.choice(x.size, min(count, x.size), replace=False)
-            x.reshape(-1)[where] += 0.5
+            indices = rng.choice(x.size, min(count, x.size), replace=False)
+            x.reshape(-1)[indices] += 0.5
         out[path] = jnp.asarray(x)
     return map_with_path(lambda path, _: out[path], weights)
 
 
-def begun(version, name="a", cfg=CFG):
-    """The first message of a push."""
+def begin_message(version, name="a", cfg=CFG):
+    """Returns the first message of a push."""
     manifest = Manifest.of(cfg, version)
-    tensors = {n: [own.dtype, own.shape] for n, own in manifest.tensors.items()}
+    tensors = {n: [tensor.dtype, tensor.shape] for n, tensor in manifest.tensors.items()}
     return {
         "push": name,
         "version": version,
@@ -139,11 +150,11 @@ def begun(version, name="a", cfg=CFG):
     }
 
 
-def sent(served, weights, name="a"):
-    """All parts of a push; the checksums."""
+def send_tensors(engine, weights, name="a"):
+    """Sends all tensors of a push, and returns their checksums."""
     manifest = Manifest(1, {})
     for tensor, array in named_tensors(weights, CFG, transfer_dtypes(CFG)):
         manifest.add(tensor, array)
         for piece in split_tensor(tensor, array, None, 2**16):
-            assert served.ask("/weights/part", save(piece), push=name)[0] == 200
-    return [own.checksum for own in manifest.tensors.values()]
+            assert engine.request("/weights/part", save(piece), push=name)[0] == 200
+    return [entry.checksum for entry in manifest.tensors.values()]

@@ -1,4 +1,5 @@
-"""A trainer, engines and services in virtual time around a `Buffer`: everything that could go wrong, in any order."""
+"""Simulation of a trainer, engines and services around a `GroupBuffer`, in virtual time and with
+random failures."""
 
 import collections
 import heapq
@@ -13,47 +14,60 @@ from glm5_jax.rl.trajectory import Trajectory, summarize_records
 from glm5_jax.rl.types import Reward
 
 
-def rollout(admitted, i, versions, reward=1.0, **more):
-    """The i-th attempt of a group, whose tokens weights of these versions sampled; none: nothing was."""
-    ids = {"group_id": admitted.group_id, "rollout_id": f"{admitted.group_id}.{i}"}
-    own = np.array([-1, *versions])
-    logp = np.where(own >= 0, -0.5, np.nan)
+def rollout(ticket, i, versions, reward=1.0, **options):
+    """Returns the i-th attempt of a group. versions: weight versions of its tokens; empty: nothing
+    was sampled."""
+    ids = {"group_id": ticket.group_id, "rollout_id": f"{ticket.group_id}.{i}"}
+    weight_version = np.array([-1, *versions])
+    logp = np.where(weight_version >= 0, -0.5, np.nan)
     record = TokenRecord(
-        token_ids=np.arange(len(own)),
-        loss_mask=own >= 0,
+        token_ids=np.arange(len(weight_version)),
+        loss_mask=weight_version >= 0,
         rollout_logp=logp,
-        weight_version=own,
+        weight_version=weight_version,
         **ids,
     )
-    task, number = admitted.task, admitted.number
+    task, number = ticket.task, ticket.number
     return Trajectory(
         **ids,
         task=task,
         number=number,
         reward=Reward(reward),
         summary=summarize_records((record,), f"digest of {ids['rollout_id']}"),
-        **more,
+        **options,
     )
 
 
-def group(admitted, versions, rewards=None):
-    """Its attempts, by the versions of each; a reward of None: the environment failed."""
+def group(ticket, versions, rewards=None):
+    """Returns the attempts of a group. versions: token versions of each; rewards: None where the
+    environment failed."""
     rewards = rewards or [1.0] * len(versions)
-    return [rollout(admitted, i, own, r) for i, (own, r) in enumerate(zip(versions, rewards))]
+    return [
+        rollout(ticket, i, token_versions, reward)
+        for i, (token_versions, reward) in enumerate(zip(versions, rewards))
+    ]
 
 
 def pace_of(number):
-    """How long attempts at a task number take, about, however often it is attempted: heavy-tailed."""
+    """Returns the mean sampling time of a task number, in seconds: heavy-tailed, and the same in
+    every attempt."""
     return min(0.3 * random.Random(number).paretovariate(1.2), 30.0)
 
 
 class Simulation:
-    """A run in virtual time.
+    """Run of a trainer in virtual time.
 
     Attributes:
-      batches: (step, batch) of all that was trained on, those of steps that were lost included.
-      seconds: of each group by id, from its admission until it came; last: of each task number, its latest group.
-      dropped: groups whose task numbers had to be admitted again.
+      batches: (step, batch) of all updates, rolled back ones included.
+      durations_s: time from admission until the end of each group, by group id.
+      latest_ids: id of the latest group of each task number.
+      dropped: ids of groups whose task numbers were sampled again.
+      lost: ids of the rollouts whose records are lost.
+      engine: weight version of the engines.
+      rollbacks: steps at which a trainer resumed.
+      lineages: (version, number of earlier rollbacks) of each token, by rollout id.
+      trainer: number of restarts of the trainer.
+      step: step of the trainer.
     """
 
     def __init__(
@@ -62,188 +76,220 @@ class Simulation:
         seed,
         journal=None,
         *,
-        every=1,
+        push_every=1,
         fail=0.0,
         cancel=0.0,
         crash=0.0,
         kill=0.0,
         lose=0.0,
     ):
-        """every: updates between two pushes. Chances: fail, of an attempt that its environment fails; cancel, of a group to be
-        called off; of an update that the trainer (crash) or the orchestrator (kill) dies before it, or that the gateway has lost
-        records of its batch (lose)."""
-        self.config, self.journal, self.every = config, journal, every
+        """Builds the simulation.
+
+        push_every: number of updates between two pushes.
+        fail: probability that the environment of an attempt fails.
+        cancel: probability that a group is cancelled.
+        crash: probability that the trainer dies before an update.
+        kill: probability that the orchestrator dies before an update.
+        lose: probability that the gateway loses records of a batch.
+        """
+        self.config, self.journal, self.push_every = config, journal, push_every
         self.chances, self.lose = (fail, cancel, crash, kill), lose
-        self.lost = set()  # rollouts whose records are lost
+        self.lost = set()
         self.buffer = GroupBuffer(config, journal)
-        self.draw = random.Random(seed)
+        self.rng = random.Random(seed)
         self.now, self.events, self.ties = 0.0, [], itertools.count()
-        self.fresh, self.again = itertools.count(), collections.deque()
-        self.engine, self.went_back = (
-            0,
-            [],
-        )  # the engines' version; steps that the trainer went back to
-        self.lineages = {}  # rollout_id: (version, how often the trainer had gone back) of each token
-        self.batches, self.seconds, self.last, self.dropped = [], {}, {}, []
-        self.trainer, self.step = 0, 0  # the trainer's lives, its step
+        self.new_numbers, self.to_resample = itertools.count(), collections.deque()
+        self.engine, self.rollbacks = 0, []
+        self.lineages = {}
+        self.batches, self.durations_s, self.latest_ids, self.dropped = [], {}, {}, []
+        self.trainer, self.step = 0, 0
 
     def run(self, updates):
-        """Until the trainer has done so many. AssertionError if it can never do the next."""
-        self._train()
+        """Runs until the trainer has done `updates` updates. Raises AssertionError if the next one can never happen."""
+        self._take_batch()
         self._fill()
         for _ in range(100_000):
             if self.step == updates:
                 return self
-            assert self.events, f"nothing is under way at step {self.step}: {self.buffer.metrics()}"
-            self.now, _, act, args = heapq.heappop(self.events)
-            act(*args)
+            assert self.events, f"no event is left at step {self.step}: {self.buffer.metrics()}"
+            self.now, _, action, args = heapq.heappop(self.events)
+            action(*args)
             self._fill()
             self.check_room()
-        raise AssertionError(f"there are {updates} updates to do, and only {self.step} are done")
+        raise AssertionError(f"only {self.step} of {updates} updates are done")
 
     def check_room(self):
-        """That as many are outstanding as the rule says, whatever happened to the counters."""
+        """Checks that the buffer admits as many groups as the staleness rule allows."""
         buffer, config = self.buffer, self.config
-        most = (config.max_staleness + buffer.version - buffer.step + 1) * config.batch_groups
-        room = min(most - buffer.waiting - buffer.running, config.max_running - buffer.running)
+        max_outstanding = (
+            config.max_staleness + buffer.version - buffer.step + 1
+        ) * config.batch_groups
+        room = min(
+            max_outstanding - buffer.waiting - buffer.running, config.max_running - buffer.running
+        )
         assert buffer.num_admissible() == max(0, room)
 
-    def _at(self, seconds, act, *args):
-        heapq.heappush(self.events, (self.now + seconds, next(self.ties), act, args))
+    def _at(self, delay_s, action, *args):
+        heapq.heappush(self.events, (self.now + delay_s, next(self.ties), action, args))
 
     def _fill(self):
-        told = self.buffer.pop_resamples()
-        self.dropped += [self.last[number] for _, number in told]
-        self.again.extend(told)
+        resamples = self.buffer.pop_resamples()
+        self.dropped += [self.latest_ids[number] for _, number in resamples]
+        self.to_resample.extend(resamples)
         while self.buffer.num_admissible():
-            task, number = self.again.popleft() if self.again else ("t", next(self.fresh))
+            task, number = (
+                self.to_resample.popleft() if self.to_resample else ("t", next(self.new_numbers))
+            )
             admitted = self.buffer.admit(task, number)
-            self.last[number] = admitted.group_id
-            self._begin(admitted)
+            self.latest_ids[number] = admitted.group_id
+            self._start_group(admitted)
 
-    def _begin(self, admitted):
-        """A group waits for an engine, is sampled for a heavy-tailed time, and then judged."""
+    def _start_group(self, ticket):
+        """Waits for an engine, samples a group for a heavy-tailed time, and finishes it after the
+        rewards."""
         fail, cancel, _, _ = self.chances
-        began = self.now
-        if self.draw.random() < cancel:
-            self._at(self.draw.random(), self._cancel, admitted.group_id)
+        start_time = self.now
+        if self.rng.random() < cancel:
+            self._at(self.rng.random(), self._cancel, ticket.group_id)
             return
         tokens = [[] for _ in range(self.config.group)]
         ends = []
-        queue, pace = self.draw.random(), pace_of(admitted.number)
+        queue_s, mean_duration_s = self.rng.random(), pace_of(ticket.number)
         for i in range(self.config.group):
-            seconds = queue + pace * self.draw.uniform(0.5, 1.0)
-            for share in (0.0, 0.4, 1.0):
-                self._at(queue + share * (seconds - queue), self._sample, tokens[i])
-            ends.append(seconds + self.draw.expovariate(3))
-        rewards = [None if self.draw.random() < fail else self.draw.random() for _ in tokens]
-        self._at(max(ends), self._come, admitted, tokens, rewards, began)
+            end_s = queue_s + mean_duration_s * self.rng.uniform(0.5, 1.0)
+            for fraction in (0.0, 0.4, 1.0):
+                delay_s = queue_s + fraction * (end_s - queue_s)
+                self._at(delay_s, self._sample, tokens[i])
+            ends.append(end_s + self.rng.expovariate(3))
+        rewards = [None if self.rng.random() < fail else self.rng.random() for _ in tokens]
+        self._at(max(ends), self._finish_group, ticket, tokens, rewards, start_time)
 
     def _sample(self, tokens):
-        tokens.append((self.engine, len(self.went_back)))
+        tokens.append((self.engine, len(self.rollbacks)))
 
     def _cancel(self, group_id):
         self.buffer.cancel(group_id)
 
-    def _come(self, admitted, tokens, rewards, began):
-        """What was sampled comes in, twice if the answer was lost."""
-        found = group(admitted, [[version for version, _ in own] for own in tokens], rewards)
-        for one, own in zip(found, tokens):
-            self.lineages[one.rollout_id] = own
-        self.seconds[admitted.group_id] = self.now - began
-        for _ in range(self.draw.choice((1, 1, 2))):
-            self.buffer.put(admitted.group_id, found)
+    def _finish_group(self, ticket, tokens, rewards, start_time):
+        """Puts a finished group, twice if the first response was lost."""
+        versions = [[version for version, _ in attempt] for attempt in tokens]
+        members = group(ticket, versions, rewards)
+        for member, attempt in zip(members, tokens):
+            self.lineages[member.rollout_id] = attempt
+        self.durations_s[ticket.group_id] = self.now - start_time
+        for _ in range(self.rng.choice((1, 1, 2))):
+            self.buffer.put(ticket.group_id, members)
 
-    def _train(self):
-        """Asks for a batch until there is one."""
+    def _take_batch(self):
+        """Requests a batch until it is ready."""
         _, _, crash, kill = self.chances
-        if self.draw.random() < kill:
+        if self.rng.random() < kill:
             self._kill_orchestrator()
         batch = self.buffer.take(self.step)
         if batch is None:
-            self._at(0.2, self._if_alive, self.trainer, self._train)
+            self._at(0.2, self._unless_restarted, self.trainer, self._take_batch)
             return
         self._check(batch)
-        if self.lose and self.draw.random() < self.lose:
-            members = sorted({one.rollout_id for group in batch for one in group.members})
-            lost = self.draw.sample(members, self.draw.randint(1, len(members)))
+        if self.lose and self.rng.random() < self.lose:
+            rollout_ids = sorted({m.rollout_id for group in batch for m in group.members})
+            lost = self.rng.sample(rollout_ids, self.rng.randint(1, len(rollout_ids)))
             self.lost.update(lost)
             self.buffer.mark_lost(lost)
-            self._at(0.2, self._if_alive, self.trainer, self._train)
+            self._at(0.2, self._unless_restarted, self.trainer, self._take_batch)
             return
-        if self.draw.random() < crash:
+        if self.rng.random() < crash:
             self._crash()
         else:
-            self._at(self.draw.uniform(0.5, 1.0), self._if_alive, self.trainer, self._update, batch)
+            self._at(
+                self.rng.uniform(0.5, 1.0),
+                self._unless_restarted,
+                self.trainer,
+                self._update,
+                batch,
+            )
 
-    def _if_alive(self, trainer, act, *args):
+    def _unless_restarted(self, trainer, action, *args):
         if trainer == self.trainer:
-            act(*args)
+            action(*args)
 
     def _update(self, batch):
         _, _, crash, _ = self.chances
         self.batches.append((self.step, batch))
         self.step += 1
-        if self.draw.random() < crash / 2:  # after its checkpoint, before it told
-            self._go_on(self.step)
+        if self.rng.random() < crash / 2:  # after its checkpoint, before its report
+            self._resume(self.step)
             return
-        if self.step % self.every == 0:
+        if self.step % self.push_every == 0:
             self.engine = self.step
-            self._at(0.1, self._if_alive, self.trainer, self._push, self.step)
-        # What is said first is heard first or last.
-        self._at(self.draw.choice((0.0, 0.12)), self._if_alive, self.trainer, self._tell)
+            self._at(0.1, self._unless_restarted, self.trainer, self._push, self.step)
+        # The report arrives before or after the push.
+        self._at(
+            self.rng.choice((0.0, 0.12)), self._unless_restarted, self.trainer, self._mark_trained
+        )
 
-    def _tell(self):
-        for _ in range(self.draw.choice((1, 1, 2))):
+    def _mark_trained(self):
+        for _ in range(self.rng.choice((1, 1, 2))):
             self.buffer.mark_trained(self.step - 1)
-        self._train_next()
+        self._schedule_take()
 
     def _push(self, version):
         self.buffer.push(version)
 
-    def _train_next(self):
-        self._at(0.15, self._if_alive, self.trainer, self._train)
+    def _schedule_take(self):
+        self._at(0.15, self._unless_restarted, self.trainer, self._take_batch)
 
     def _crash(self):
-        """The trainer dies in the middle of an update, and goes on from a checkpoint."""
-        self._go_on(max(0, self.step - self.draw.choice((0, 1, 3))))
+        """Kills the trainer in the middle of an update, and resumes from a checkpoint."""
+        self._resume(max(0, self.step - self.rng.choice((0, 1, 3))))
 
-    def _go_on(self, step):
+    def _resume(self, step):
         self.trainer += 1
         self.step = self.engine = step
-        self.went_back.append(step)
+        self.rollbacks.append(step)
         self.buffer.begin(step, step)
-        self._train_next()
+        self._schedule_take()
 
     def _kill_orchestrator(self):
         if self.journal is not None:
-            own = self.buffer
-            told = own.step, own.version, own.waiting, own.accepted, own.num_started
+            buffer = self.buffer
+            expected = (
+                buffer.step,
+                buffer.version,
+                buffer.waiting,
+                buffer.accepted,
+                buffer.num_started,
+            )
             self.buffer = GroupBuffer(self.config, self.journal)
-            own = self.buffer
-            assert (own.step, own.version, own.waiting, own.accepted, own.num_started) == told
-            assert own.running == 0
-            self.again.clear()
+            buffer = self.buffer
+            assert (
+                buffer.step,
+                buffer.version,
+                buffer.waiting,
+                buffer.accepted,
+                buffer.num_started,
+            ) == expected
+            assert buffer.running == 0
+            self.to_resample.clear()
 
     def _check(self, batch):
-        """That all of a batch may be learnt from, which depends on what happened and on nothing that the buffer says."""
+        """Checks that every member of a batch may be trained on, without the counters of the buffer."""
         config, group_size = self.config, self.config.group
         assert len(batch) == config.batch_groups
-        assert [own.order for own in batch] == sorted(own.order for own in batch)
-        for own in batch:
-            assert len(own.members) == group_size
-            first = list(dict.fromkeys(one.rollout_id for one in own.members))
-            assert 2 * len(first) > group_size and len(own.baseline) == len(first)
-            oldest = []
-            assert not self.lost & set(first)
-            for one in own.members:
-                assert one.reward.value is not None and one.group_id == own.group_id
-                for version, lineage in self.lineages[one.rollout_id]:
-                    assert all(version <= step for step in self.went_back[lineage:])
-                    oldest.append(version)
-            assert own.staleness == self.step - min(oldest) <= config.max_staleness
-            assert max(oldest) <= self.step
+        assert [group.order for group in batch] == sorted(group.order for group in batch)
+        for group in batch:
+            assert len(group.members) == group_size
+            rollout_ids = list(dict.fromkeys(member.rollout_id for member in group.members))
+            assert 2 * len(rollout_ids) > group_size and len(group.baseline) == len(rollout_ids)
+            versions = []
+            assert not self.lost & set(rollout_ids)
+            for member in group.members:
+                assert member.reward.value is not None and member.group_id == group.group_id
+                for version, lineage in self.lineages[member.rollout_id]:
+                    assert all(version <= step for step in self.rollbacks[lineage:])
+                    versions.append(version)
+            assert group.staleness == self.step - min(versions) <= config.max_staleness
+            assert max(versions) <= self.step
 
-    def owed(self):
-        """How many task numbers are to be admitted again."""
-        return len(self.again) + len(self.buffer.pop_resamples())
+    def num_to_resample(self):
+        """Returns the number of task numbers that must be sampled again."""
+        return len(self.to_resample) + len(self.buffer.pop_resamples())

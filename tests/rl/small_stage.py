@@ -1,4 +1,4 @@
-"""The smallest stages of reinforcement learning: one dense layer, one device, programs that all runs share."""
+"""The smallest RL stages: one dense layer, one device, and compiled programs that all runs share."""
 
 import dataclasses
 
@@ -20,12 +20,12 @@ from glm5_jax.training.step import make_step
 from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.load("bytes")
-RATE = ScheduleConfig(kind="constant", peak=1e-2, end=0.0, warmup_steps=0, total_steps=4)
+SCHEDULE = ScheduleConfig(kind="constant", peak=1e-2, end=0.0, warmup_steps=0, total_steps=4)
 COMMON = dict(
     model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
     requires_checkpoint=False,
     optimizer=OptimizerConfig(weight_decay=0.0),
-    schedule=RATE,
+    schedule=SCHEDULE,
     step=dataclasses.replace(policy_step_config(), remat="none"),
     policy=PolicyConfig(temperature=0.8),
     rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
@@ -35,16 +35,16 @@ COMMON = dict(
 )
 
 
-class InTurn:
-    """Tasks one after the other."""
+class SequentialTasks:
+    """Task source that repeats its tasks in their order."""
 
     def __init__(self, tasks):
-        self.tasks, self.drawn, self.accepted, self.dropped = tasks, 0, [], []
+        self.tasks, self.num_drawn, self.accepted, self.dropped = tasks, 0, [], []
 
     def draw(self, count):
-        found = [self.tasks[(self.drawn + i) % len(self.tasks)] for i in range(count)]
-        self.drawn += count
-        return found
+        tasks = [self.tasks[(self.num_drawn + i) % len(self.tasks)] for i in range(count)]
+        self.num_drawn += count
+        return tasks
 
     def accept(self, task):
         self.accepted.append(task.id)
@@ -53,20 +53,21 @@ class InTurn:
         self.dropped.append(task.id)
 
     def state(self):
-        return {"drawn": self.drawn}
+        return {"num_drawn": self.num_drawn}
 
     def restore(self, state):
-        self.drawn = state["drawn"]
+        self.num_drawn = state["num_drawn"]
 
 
-async def likes_low_bytes(task, attempt):
+async def reward_low_bytes(task, attempt):
+    """Rewards the share of bytes below 64 in a reply."""
     text = attempt.reply.encode()
     value = sum(byte < 64 for byte in text) / max(len(text), 1)
     return Reward(value, {"low": value})
 
 
 def train_on_one_device(monkeypatch):
-    """Stages train on one device and write no page, which takes seconds in every run."""
+    """Makes stages train on one device without a report page, which takes seconds in every run."""
     monkeypatch.setattr(report, "write_page", lambda workdir: None)
     monkeypatch.setattr(
         stages, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
@@ -76,18 +77,24 @@ def train_on_one_device(monkeypatch):
 STEPS = {}
 
 
-def shared(cfg, step, optimizer, schedule, mesh, token_loss):
-    """Compiled once for all runs, whose rate is the same; no run lowers it again for the hash of its program."""
+def shared_train_step(cfg, step, optimizer, schedule, mesh, token_loss):
+    """Returns a step that is compiled once for all runs of equal arguments.
+
+    The learning rate is the same in all of them. No run lowers the step again for the hash of its
+    program.
+    """
     key = repr((cfg, step, optimizer, token_loss, mesh))
     if key not in STEPS:
-        made = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
-        STEPS[key] = made._replace(train=lambda state, batch: made.train(state, batch))
+        train_step = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
+        STEPS[key] = train_step._replace(train=lambda state, batch: train_step.train(state, batch))
     return STEPS[key]
 
 
-def weights(workdir, model=COMMON["model"]):
+def final_weights(workdir, model=COMMON["model"]):
+    """Returns the final weights of a run as a list of arrays."""
     return jax.tree.leaves(jax.device_get(models.open_weights(workdir, model)()))
 
 
-def same(a, b):
+def all_equal(a, b):
+    """Returns whether two lists of arrays are equal bit by bit."""
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,4 +1,4 @@
-"""The asynchronous trainer as several processes: one asks the orchestrator, all learn what one process would."""
+"""The asynchronous trainer as several processes: one calls the orchestrator, and the result is that of one process."""
 
 import dataclasses
 import os
@@ -26,31 +26,36 @@ from tests.rl.test_async_trainer import SHARED, config_of, schedule_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEVICES, STEPS = 4, 4
-UNCACHED = {
-    "JAX_ENABLE_COMPILATION_CACHE": "false"
-}  # pallas_kernels.compat.disable_mesh_program_cache says why
+# See pallas_kernels.compat.disable_mesh_program_cache for the reason.
+UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
-class Recorded:
-    """An orchestrator whose groups are made up, the same each time, and what takes weights. ends: the step at which it is gone."""
+class RecordingOrchestrator:
+    """Orchestrator with the same random groups in every run, and pusher of weights.
+
+    Attributes:
+      ends: step at which the orchestrator is unreachable.
+      calls: calls so far.
+      pushed: versions of the pushes so far.
+    """
 
     blockers = ()
     counts = {"attempts/ended": 16, "attempts/failed": 4, "groups/failed": 1}
 
     def __init__(self, ends=STEPS):
-        self.ends, self.asked, self.pushed = ends, [], []
+        self.ends, self.calls, self.pushed = ends, [], []
 
     def begin(self, step, version, checksum):
-        self.asked.append("begin")
+        self.calls.append("begin")
 
     def take(self, step, seconds):
         assert jax.process_index() == 0
         if step == self.ends:
             raise ServerError("no server answers")
-        draw = np.random.default_rng(step)
+        rng = np.random.default_rng(step)
 
-        def member(order, place):
-            ids, name = draw.integers(15, 60, 20 + 3 * place), f"{order}-{place}"
+        def member(order, index):
+            ids, name = rng.integers(15, 60, 20 + 3 * index), f"{order}-{index}"
             mask = np.arange(len(ids)) >= 8
             logp = np.where(mask, -5.0, np.nan)
             record = TokenRecord(
@@ -61,7 +66,7 @@ class Recorded:
                 group_id=str(order),
                 rollout_id=name,
             )
-            reward = Reward(float(draw.random()))
+            reward = Reward(float(rng.random()))
             return Trajectory(
                 rollout_id=name,
                 group_id=str(order),
@@ -74,33 +79,33 @@ class Recorded:
                 duration_s=0.1,
             )
 
-        found = []
+        groups = []
         for order in range(3 * step, 3 * step + 3):
-            members = tuple(member(order, place) for place in range(4))
-            worth = tuple(own.reward.value for own in members)
-            found.append(
+            members = tuple(member(order, index) for index in range(4))
+            baseline = tuple(m.reward.value for m in members)
+            groups.append(
                 BatchGroup(
                     group_id=str(order),
                     task="math",
                     number=0,
                     order=order,
                     members=members,
-                    baseline=worth,
+                    baseline=baseline,
                     staleness=0,
                 )
             )
-        return found
+        return groups
 
     def mark_trained(self, step):
-        self.asked.append(f"trained {step}")
+        self.calls.append(f"trained {step}")
 
-    def push(self, *said, rewind=False):
-        if isinstance(said[0], int):
-            self.asked.append(f"version {said[0]}")
+    def push(self, *arguments, rewind=False):
+        if isinstance(arguments[0], int):
+            self.calls.append(f"version {arguments[0]}")
             return None
-        self.pushed.append(said[1])
+        self.pushed.append(arguments[1])
         return PushResult(
-            version=said[1], checksum="", sent_bytes=7, full_bytes=7, duration_s=0.0, acks=()
+            version=arguments[1], checksum="", sent_bytes=7, full_bytes=7, duration_s=0.0, acks=()
         )
 
     def evaluate(self, count):
@@ -109,7 +114,7 @@ class Recorded:
 
 
 def train(workdir, ends=STEPS):
-    """What each process does."""
+    """Runs the trainer in each process."""
     report.write_page = lambda workdir: None
     policy = SHARED["policy"]
     config = config_of(
@@ -120,24 +125,26 @@ def train(workdir, ends=STEPS):
         evaluation=dataclasses.replace(SHARED["evaluation"], tasks=4),
         mesh=MeshConfig(fsdp=DEVICES),
     )
-    orchestrator = Recorded(ends)
+    orchestrator = RecordingOrchestrator(ends)
     try:
         AsyncRlTrainer(config, workdir, orchestrator, orchestrator).run()
     except TrainingStopped as error:
         print("stopped:", error)
-    assert orchestrator.pushed == list(range(min(ends, STEPS) + 1)), "all push"
-    assert bool(orchestrator.asked) == (jax.process_index() == 0), "one asks"
+    assert orchestrator.pushed == list(range(min(ends, STEPS) + 1)), "every process pushes"
+    assert bool(orchestrator.calls) == (jax.process_index() == 0), (
+        "one process calls the orchestrator"
+    )
     multihost.any_process(False)
 
 
-def processes(count, workdir, ends=STEPS):
-    """Their outputs."""
+def run_processes(count, workdir, ends=STEPS):
+    """Runs the trainer in `count` processes, and returns their outputs."""
     code = "import sys\nimport jax\n"
     if count > 1:
         code += f"jax.distributed.initialize('localhost:{find_free_port()}', {count}, int(sys.argv[1]))\n"
     code += f"from tests.rl.test_async_trainer_pod import train\ntrain({str(workdir)!r}, {ends})\n"
     flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
-    started = [
+    children = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(i)],
             cwd=ROOT,
@@ -148,28 +155,28 @@ def processes(count, workdir, ends=STEPS):
         )
         for i in range(count)
     ]
-    outputs = [process.communicate(timeout=400)[0] for process in started]
-    for process, output in zip(started, outputs):
+    outputs = [process.communicate(timeout=400)[0] for process in children]
+    for process, output in zip(children, outputs):
         assert process.returncode == 0, output
     return outputs
 
 
-def test_two_processes_learn_what_one_does(tmp_path):
+def test_two_processes_train_like_one(tmp_path):
     for count in (1, 2):
-        processes(count, tmp_path / str(count))
+        run_processes(count, tmp_path / str(count))
     one, two = (read(tmp_path / str(count)) for count in (1, 2))
     assert column(one, "group/order") == column(two, "group/order")
     for name in ("reward/mean", "loss/rl", "policy/entropy", "grad_norm/adamw"):
-        found = [column(rows, name) for rows in (one, two)]
-        assert found[0][0] == list(range(1, STEPS + 1))
-        np.testing.assert_allclose(found[1][1], found[0][1], rtol=2e-5, atol=1e-7)
+        columns = [column(rows, name) for rows in (one, two)]
+        assert columns[0][0] == list(range(1, STEPS + 1))
+        np.testing.assert_allclose(columns[1][1], columns[0][1], rtol=2e-5, atol=1e-7)
     entropy = column(one, "policy/entropy")[1]
-    assert entropy[0] != entropy[-1], "it has learnt something"
+    assert entropy[0] != entropy[-1], "the policy has changed"
     assert column(two, "held_out/math") == ([2, 4], [0.5, 0.5])
     assert column(two, "rollout/environment_errors")[1] == [0.25] * STEPS
     assert column(two, "dropped/failed")[1] == [1.0] * STEPS
 
 
-def test_what_the_orchestrator_cannot_do_ends_all(tmp_path):
-    outputs = processes(2, tmp_path / "run", ends=2)
+def test_failure_of_orchestrator_ends_all_processes(tmp_path):
+    outputs = run_processes(2, tmp_path / "run", ends=2)
     assert all("stopped:" in out and "no server answers" in out for out in outputs)

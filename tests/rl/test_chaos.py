@@ -1,4 +1,4 @@
-"""All parts but the trainer as processes, each killed once, and each stopped once, while it takes batches."""
+"""All parts but the trainer as processes, each killed or stopped once while the trainer takes batches."""
 
 import contextlib
 import json
@@ -11,20 +11,21 @@ import pytest
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.orchestrator.client import OrchestratorClient
-from tests.rl.fleet import Parts, told, until
+from tests.rl.fleet import Parts, post_json, until
 
 pytestmark = pytest.mark.slow
 BUFFER = dict(group=4, batch_groups=4, max_staleness=1, max_running=16)
 VICTIMS = ("gateway", "orchestrator", "service", "engine")
 
 
-def asked(url):
-    with urllib.request.urlopen(url, timeout=2) as answer:
-        return json.load(answer)
+def get_json(url):
+    """Returns the JSON of a GET request."""
+    with urllib.request.urlopen(url, timeout=2) as response:
+        return json.load(response)
 
 
 class Trainer:
-    """Learns nothing, and gives the engine its weights as a real one does: now, or while it waits for a batch."""
+    """Trains nothing, and updates the engines as a real trainer does: after a step, or while it waits for a batch."""
 
     def __init__(self, orchestrator, engines):
         self.client, self.engines = OrchestratorClient(orchestrator, patience_s=60.0), engines
@@ -33,20 +34,24 @@ class Trainer:
     def begin(self):
         self.client.begin(0, 0)
 
-    def give(self):
+    def update_engines(self):
+        """Sets the engines' weight version."""
         for engine in self.engines:
             with contextlib.suppress(ServerError, TimeoutError):  # it is down
-                told(engine, "/version", {"version": self.step}, seconds=1.0)
+                post_json(engine, "/version", {"version": self.step}, timeout_s=1.0)
         self.client.push(self.step)
 
     def take(self):
+        """Returns the next batch. While it waits, it updates engines that restarted."""
         for _ in range(60):
-            found = self.client.take(self.step, 1.0)
-            if found is not None:
-                return found
+            batch = self.client.take(self.step, 1.0)
+            if batch is not None:
+                return batch
             with contextlib.suppress(OSError):
-                if any(asked(f"{own}/weights")["version"] != self.step for own in self.engines):
-                    self.give()
+                if any(
+                    get_json(f"{engine}/weights")["version"] != self.step for engine in self.engines
+                ):
+                    self.update_engines()
                     self.refreshed += 1
         raise AssertionError(self.client.blockers)
 
@@ -54,11 +59,11 @@ class Trainer:
         self.groups += self.take()
         self.client.mark_trained(self.step)
         self.step += 1
-        self.give()
+        self.update_engines()
 
 
-def test_each_part_is_killed_once_and_the_run_goes_on(tmp_path):
-    """Nothing is trained on twice, nothing is left behind, and as many groups may begin as if nothing had been."""
+def test_run_continues_after_each_part_is_killed(tmp_path):
+    """No group is trained on twice, no session is left, and as many groups may start as without the kills."""
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as killer:
         parts = Parts(stack)
         engine = parts.start("engine", "engine", delay=0.02)
@@ -82,24 +87,24 @@ def test_each_part_is_killed_once_and_the_run_goes_on(tmp_path):
             trainer.train()
             killing.result()
             trainer.train()
-        status = ended(client, gate)
-    check(trainer, status, 1 + 2 * len(VICTIMS))
-    assert trainer.refreshed  # nothing else would have given the new engine its weights
+        status = final_status(client, gate)
+    check_groups(trainer, status, 1 + 2 * len(VICTIMS))
+    assert trainer.refreshed  # nothing else updates the restarted engine
 
 
-def ended(client, gate):
-    """The orchestrator's status, once nothing is under way."""
+def final_status(client, gate):
+    """Returns the orchestrator's status, after all rollouts have ended."""
     client.pause()
     until(lambda: client.status()["running"] == 0)
-    until(lambda: asked(f"{gate}/server_info")["sessions"] == 0)
+    until(lambda: get_json(f"{gate}/server_info")["sessions"] == 0)
     # Records of groups that were trained on or dropped are deleted.
-    most = BUFFER["group"] * client.status()["waiting"]
-    until(lambda: asked(f"{gate}/server_info")["finished"] <= most)
+    max_records = BUFFER["group"] * client.status()["waiting"]
+    until(lambda: get_json(f"{gate}/server_info")["finished"] <= max_records)
     return client.status()
 
 
-def check(trainer, status, steps):
-    """Nothing was trained on twice, and as many groups may begin as if nothing had been."""
+def check_groups(trainer, status, steps):
+    """Checks that no group was trained on twice, and that as many groups may start as without failures."""
     assert status["step"] == status["version"] == trainer.step == steps
     assert status["num_admissible"] == 2 * BUFFER["batch_groups"] - status["waiting"]
     groups = trainer.groups
@@ -108,17 +113,19 @@ def check(trainer, status, steps):
     assert max(group.staleness for group in groups) <= 1
 
 
-def test_who_hangs_holds_nobody_up(tmp_path):
-    """Stopped, not dead: it keeps its connections, and answers nothing. An engine and a service are so for good."""
+def test_run_continues_while_parts_hang(tmp_path):
+    """A stopped process keeps its connections and answers nothing. An engine and a service stay stopped."""
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as waker:
         parts = Parts(stack)
         engines = [parts.start(name, "engine", delay=0.02) for name in ("one", "two")]
-        own = dict(reply_timeout_s=2.0, probe_interval_s=0.2, journal=str(tmp_path / "gateway"))
-        gate = parts.start("gateway", "gateway", engine=",".join(engines), **own)
-        own = dict(
+        options = dict(reply_timeout_s=2.0, probe_interval_s=0.2, journal=str(tmp_path / "gateway"))
+        gate = parts.start("gateway", "gateway", engine=",".join(engines), **options)
+        options = dict(
             heartbeat_timeout_s=2.0, gateway_timeout_s=2.0, journal=str(tmp_path / "orchestrator")
         )
-        orchestrator = parts.start("orchestrator", "orchestrator", gateway=gate, **own, **BUFFER)
+        orchestrator = parts.start(
+            "orchestrator", "orchestrator", gateway=gate, **options, **BUFFER
+        )
         for name in "ab":
             parts.start(
                 name,
@@ -134,7 +141,7 @@ def test_who_hangs_holds_nobody_up(tmp_path):
         trainer.begin()
         trainer.train()
 
-        def stop(name, seconds=None):
+        def pause(name, seconds=None):
             child = parts.processes[name]
             child.send_signal(signal.SIGSTOP)
             if seconds is not None:
@@ -143,12 +150,12 @@ def test_who_hangs_holds_nobody_up(tmp_path):
 
         for name, seconds in (("b", None), ("two", None), ("gateway", 5.0), ("orchestrator", 5.0)):
             until(lambda: client.status()["running"])
-            waking = waker.submit(stop, name, seconds)
+            waking = waker.submit(pause, name, seconds)
             for _ in range(3):
                 trainer.train()
             waking.result()
         tasks = client.status()["tasks"]
         assert tasks["b"]["state"] == "lost"
-        assert set(asked(f"{gate}/server_info")["loads"]) == {engines[0]}
-        status = ended(client, gate)
-    check(trainer, status, 13)
+        assert set(get_json(f"{gate}/server_info")["loads"]) == {engines[0]}
+        status = final_status(client, gate)
+    check_groups(trainer, status, 13)

@@ -1,4 +1,4 @@
-"""Whose turn it is, how fast, and who is left alone: in virtual time."""
+"""Weighted fair scheduling of tasks, rate limits and circuit breakers, in virtual time."""
 
 import collections
 import heapq
@@ -24,38 +24,45 @@ from glm5_jax.rl.orchestrator.fair_share import (
 GROUP = 8
 
 
-class World:
-    """An orchestrator in virtual time: so many groups run at once, and each takes and yields what its task says."""
+class Simulation:
+    """An orchestrator in virtual time, with up to `running` groups at once.
+
+    Attributes:
+      shares: the scheduler under test.
+      away: tasks that cannot take a group.
+      accepted: accepted rollouts by task.
+      num_started: started groups by task.
+    """
 
     def __init__(self, weights, running=32, config=FairShareConfig(), **tasks):
-        """tasks: by name, (seconds of a group, share of its groups that are accepted)."""
+        """tasks: (seconds of a group, share of its groups that are accepted) by name."""
         self.shares, self.running, self.now = FairShare(config), running, 0.0
         self.tasks, self.away = tasks, set()
-        self.accepted, self.begun = collections.Counter(), collections.Counter()
-        self._under_way, self._random = [], random.Random(0)
+        self.accepted, self.num_started = collections.Counter(), collections.Counter()
+        self._ends, self._random = [], random.Random(0)
         for name, weight in weights.items():
             self.shares.set(name, weight)
 
     def run(self, groups):
-        """Until so many more groups have come."""
+        """Runs until `groups` more groups have ended."""
         for _ in range(groups):
-            while len(self._under_way) < self.running:
+            while len(self._ends) < self.running:
                 name = self.shares.next_task(self.accepted, self.tasks.keys() - self.away)
                 if name is None:
                     break
                 self.shares.start(name, GROUP)
-                self.begun[name] += 1
-                ends = self.now + self.tasks[name][0] * self._random.uniform(0.5, 1.5)
-                heapq.heappush(self._under_way, (ends, self._random.random(), name))
-            self.now, _, name = heapq.heappop(self._under_way)
-            kept = self._random.random() < self.tasks[name][1]
-            self.shares.finish(name, GROUP, kept)
-            self.accepted[name] += GROUP * kept
+                self.num_started[name] += 1
+                end = self.now + self.tasks[name][0] * self._random.uniform(0.5, 1.5)
+                heapq.heappush(self._ends, (end, self._random.random(), name))
+            self.now, _, name = heapq.heappop(self._ends)
+            is_accepted = self._random.random() < self.tasks[name][1]
+            self.shares.finish(name, GROUP, is_accepted)
+            self.accepted[name] += GROUP * is_accepted
 
     def share(self, name, since=None):
-        """Of what was accepted, since the counts of then."""
-        own = self.accepted - (since or collections.Counter())
-        return own[name] / sum(own.values())
+        """Returns the share of a task in the accepted rollouts. since: counts to subtract."""
+        counts = self.accepted - (since or collections.Counter())
+        return counts[name] / sum(counts.values())
 
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
@@ -65,19 +72,19 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
     "tasks",
     [
         dict(a=(1, 1), b=(1, 1), c=(1, 1)),
-        dict(a=(1, 1), b=(20, 1), c=(3, 1)),  # slow ones take more of the places
-        dict(a=(1, 0.6), b=(1, 1), c=(2, 0.8)),  # more of what is dropped is begun
+        dict(a=(1, 1), b=(20, 1), c=(3, 1)),  # slow groups occupy more of the slots
+        dict(a=(1, 0.6), b=(1, 1), c=(2, 0.8)),  # tasks with dropped groups start more
     ],
-    ids=["alike", "slow", "dropped"],
+    ids=["equal", "slow", "dropped"],
 )
-def test_shares_of_what_is_accepted_are_the_weights(tasks):
-    world = World(WEIGHTS, **tasks)
-    world.run(3000)
+def test_accepted_shares_equal_weights(tasks):
+    simulation = Simulation(WEIGHTS, **tasks)
+    simulation.run(3000)
     for name, weight in WEIGHTS.items():
-        assert world.share(name) == pytest.approx(weight / 8, rel=0.02)
+        assert simulation.share(name) == pytest.approx(weight / 8, rel=0.02)
 
 
-def test_those_equally_far_behind_take_turns_by_name_whoever_came_first():
+def test_breaks_ties_by_name():
     for names in ("abc", "cab"):
         shares, order = FairShare(), []
         for name in names:
@@ -88,7 +95,7 @@ def test_those_equally_far_behind_take_turns_by_name_whoever_came_first():
         assert order == [*"abcabc"]
 
 
-def test_what_is_in_flight_counts():
+def test_counts_groups_in_flight():
     shares = FairShare()
     for name in "ab":
         shares.set(name, 1.0)
@@ -97,98 +104,100 @@ def test_what_is_in_flight_counts():
         turns.append(shares.next_task({}, "ab"))
         shares.start(turns[-1], GROUP)
     assert turns == list("ababab")
-    # One that is called off is begun again; it says nothing of the task.
+    # A cancelled group is started again, and does not count against the task.
     shares.finish("a", GROUP, None)
     assert shares.next_task({}, "ab") == "a"
 
 
-def test_who_cannot_take_a_group_is_passed_over_and_catches_up():
-    world = World({"a": 1.0, "b": 1.0}, running=4, a=(1, 1), b=(1, 1))
-    world.run(100)
-    world.away = {"a"}
-    world.run(20)
-    assert world.accepted["b"] - world.accepted["a"] > 10 * GROUP
-    world.away = set()
-    world.run(100)
-    assert abs(world.share("a") - 0.5) < 0.02
+def test_task_that_was_away_catches_up():
+    simulation = Simulation({"a": 1.0, "b": 1.0}, running=4, a=(1, 1), b=(1, 1))
+    simulation.run(100)
+    simulation.away = {"a"}
+    simulation.run(20)
+    assert simulation.accepted["b"] - simulation.accepted["a"] > 10 * GROUP
+    simulation.away = set()
+    simulation.run(100)
+    assert abs(simulation.share("a") - 0.5) < 0.02
 
 
-def test_who_was_away_for_long_does_not_have_the_engines_to_itself():
-    world = World({"a": 1.0, "b": 1.0}, running=4, a=(1, 1), b=(1, 1))
-    world.away = {"a"}
-    world.run(1000)
-    world.away, before, begun = set(), +world.accepted, +world.begun
-    world.run(500)
+def test_limits_deficit_of_task_that_was_away():
+    simulation = Simulation({"a": 1.0, "b": 1.0}, running=4, a=(1, 1), b=(1, 1))
+    simulation.away = {"a"}
+    simulation.run(1000)
+    simulation.away, before, num_started = set(), +simulation.accepted, +simulation.num_started
+    simulation.run(500)
     bound = FairShareConfig().max_deficit / GROUP
-    # It is ahead by what it may make up for, to within what runs, and no more.
-    ahead = (world.begun - begun)["a"] - (world.begun - begun)["b"]
+    # It gets at most its maximum deficit more, up to the groups that run.
+    ahead = (simulation.num_started - num_started)["a"] - (simulation.num_started - num_started)[
+        "b"
+    ]
     assert bound / 2 < ahead <= 2 * bound + 8
-    before = +world.accepted
-    world.run(1000)
-    assert abs(world.share("a", before) - 0.5) < 0.02
+    before = +simulation.accepted
+    simulation.run(1000)
+    assert abs(simulation.share("a", before) - 0.5) < 0.02
 
 
-def test_who_comes_late_begins_beside_the_others():
-    world = World({"b": 1.0}, running=4, a=(1, 1), b=(1, 1))
-    world.away = {"a"}
-    world.run(1000)
-    world.shares.set("a", 1.0)
-    world.away, before = set(), +world.accepted
-    world.run(1000)
-    assert 0.5 <= world.share("a", before) < 0.6
+def test_late_task_starts_without_deficit():
+    simulation = Simulation({"b": 1.0}, running=4, a=(1, 1), b=(1, 1))
+    simulation.away = {"a"}
+    simulation.run(1000)
+    simulation.shares.set("a", 1.0)
+    simulation.away, before = set(), +simulation.accepted
+    simulation.run(1000)
+    assert 0.5 <= simulation.share("a", before) < 0.6
 
 
-def test_of_whom_nothing_is_ever_accepted_leaves_the_others_their_turn():
-    """It fails too fast for a breaker, or not often enough in a row."""
-    world = World({"a": 1.0, "b": 1.0}, running=16, a=(1, 0), b=(1, 1))
-    world.run(4000)
-    assert 0.4 < world.begun["b"] / sum(world.begun.values()) < 0.6
+def test_task_without_accepted_groups_leaves_others_their_share():
+    """Its groups fail too fast for a breaker, or without enough consecutive failures."""
+    simulation = Simulation({"a": 1.0, "b": 1.0}, running=16, a=(1, 0), b=(1, 1))
+    simulation.run(4000)
+    assert 0.4 < simulation.num_started["b"] / sum(simulation.num_started.values()) < 0.6
 
 
-def test_a_weight_can_change():
-    world = World({"a": 1.0, "b": 1.0}, a=(1, 1), b=(1, 1))
-    world.run(500)
-    world.shares.set("a", 3.0)
-    world.run(1000)
-    before = +world.accepted
-    world.run(2000)
-    assert abs(world.share("a", before) - 0.75) < 0.03
-    world.shares.remove("a")
-    assert world.shares.next_task(world.accepted, "ab") == "b"
-    world.shares.finish("a", GROUP, True)  # of one that is gone
+def test_follows_changed_weight():
+    simulation = Simulation({"a": 1.0, "b": 1.0}, a=(1, 1), b=(1, 1))
+    simulation.run(500)
+    simulation.shares.set("a", 3.0)
+    simulation.run(1000)
+    before = +simulation.accepted
+    simulation.run(2000)
+    assert abs(simulation.share("a", before) - 0.75) < 0.03
+    simulation.shares.remove("a")
+    assert simulation.shares.next_task(simulation.accepted, "ab") == "b"
+    simulation.shares.finish("a", GROUP, True)  # a group of a removed task
 
 
 @settings(max_examples=30)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.data())
-def test_someone_who_is_ready_is_always_next(weights, data):
+def test_next_task_is_always_a_ready_one(weights, data):
     shares, accepted = FairShare(), {}
     names = [f"t{i}" for i in range(len(weights))]
     for name, weight in zip(names, weights):
         shares.set(name, weight)
         accepted[name] = data.draw(st.integers(0, 10_000))
     ready = set(data.draw(st.lists(st.sampled_from(names))))
-    found = shares.next_task(accepted, ready)
-    assert found in ready if ready else found is None
+    task = shares.next_task(accepted, ready)
+    assert task in ready if ready else task is None
 
 
-def test_told_are_the_shares():
+def test_status_has_shares():
     shares = FairShare()
     assert shares.next_task({}, {"a"}) is None
     shares.set("a", 1.0)
     shares.set("b", 3.0)
-    told = shares.status({"a": 8, "b": 8})
-    assert (told["b"]["share"], told["b"]["accepted_share"]) == (0.75, 0.5)
+    status = shares.status({"a": 8, "b": 8})
+    assert (status["b"]["share"], status["b"]["accepted_share"]) == (0.75, 0.5)
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, 1e-320, 1e12, float("nan"), float("inf")])
-def test_rejects_weight_that_leaves_others_nothing(weight):
-    """With a weight of 1e-320 quotients are infinite, after which the first task by name had every turn."""
+def test_rejects_weight_that_starves_others(weight):
+    """With a weight of 1e-320 quotients are infinite, and the first task by name got every group."""
     with pytest.raises(ValueError, match=f"weight is {weight}; it must be from 1e-06 to 1e.06"):
         FairShare().set("a", weight)
 
 
 @pytest.mark.parametrize("weight", [MIN_WEIGHT, MAX_WEIGHT])
-def test_others_have_their_shares_after_any_weight(weight):
+def test_extreme_weight_leaves_shares_of_others(weight):
     shares, accepted = FairShare(), collections.Counter(odd=8)
     shares.set("odd", weight)
 
@@ -211,28 +220,28 @@ def test_others_have_their_shares_after_any_weight(weight):
     assert max(abs(count - 10) for count in turns(["b", "c"], 20).values()) <= 1
 
 
-def test_a_bucket_lets_so_many_pass():
-    bucket, now, passed = TokenBucket(4.0, burst=3.0), 10.0, []
+def test_token_bucket_limits_rate():
+    bucket, now, times = TokenBucket(4.0, burst=3.0), 10.0, []
     while now < 20:
         if not bucket.wait(now):
             bucket.take(now)
-            passed.append(now)
+            times.append(now)
         now += 0.01
-    assert passed[2] < 10.05 < passed[3]  # the burst
-    assert len(passed) == pytest.approx(3 + 10 * 4, abs=1)
-    # After a pause a burst again, not all that was missed.
+    assert times[2] < 10.05 < times[3]  # the burst
+    assert len(times) == pytest.approx(3 + 10 * 4, abs=1)
+    # After a pause it allows one burst, not all missed tokens.
     bucket.take(1000.0), bucket.take(1000.0), bucket.take(1000.0)
     assert bucket.wait(1000.0) == pytest.approx(0.25)
 
 
-def test_a_bucket_without_a_rate_lets_all_pass():
+def test_token_bucket_without_rate_never_waits():
     bucket = TokenBucket(None)
     for _ in range(100):
         assert bucket.wait(0.0) == 0
         bucket.take(0.0)
 
 
-def test_a_bucket_that_waits_as_told_passes():
+def test_token_bucket_admits_after_returned_wait():
     bucket, now = TokenBucket(3.0), 0.0
     for _ in range(20):
         now += bucket.wait(now) + 1e-9
@@ -241,17 +250,17 @@ def test_a_bucket_that_waits_as_told_passes():
     assert now == pytest.approx(19 / 3)
 
 
-def test_a_breaker_opens_after_failures_in_a_row_and_tries_one():
+def test_breaker_opens_after_consecutive_failures():
     breaker = CircuitBreaker(CircuitBreakerConfig(failure_threshold=3, reset_timeout_s=10))
     for _ in range(5):  # never three in a row
         breaker.record_failure(0.0)
         breaker.record_failure(0.0)
         breaker.record_success()
     assert breaker.state == CLOSED and breaker.wait(0.0) == 0
-    for then in (1.0, 2.0, 3.0):
-        breaker.record_failure(then)
+    for time in (1.0, 2.0, 3.0):
+        breaker.record_failure(time)
     assert breaker.state == OPEN and breaker.wait(4.0) == 9.0
-    breaker.record_failure(8.0)  # of something that began before
+    breaker.record_failure(8.0)  # of an earlier request
     assert breaker.wait(13.0) == 0 and breaker.state == OPEN
     breaker.start_trial(13.0)
     assert breaker.state == HALF_OPEN and breaker.wait(14.0) == 9.0
@@ -261,37 +270,37 @@ def test_a_breaker_opens_after_failures_in_a_row_and_tries_one():
     breaker.record_success()
     assert breaker.state == CLOSED and breaker.wait(25.0) == 0
     breaker.record_failure(26.0)
-    assert breaker.state == CLOSED  # failures are counted anew
+    assert breaker.state == CLOSED  # the count of failures starts at 0 again
 
 
-def test_a_breaker_waits_for_what_is_under_way():
-    """Of a thousand rollouts that begin together, those whose sandboxes fail are the first to come."""
+def test_breaker_considers_rollouts_in_flight():
+    """If a thousand rollouts start together, those with failing sandboxes end first."""
     breaker = CircuitBreaker(CircuitBreakerConfig(failure_threshold=3, reset_timeout_s=10))
-    for under_way in range(20, 11, -1):
-        breaker.record_failure(0.0, under_way)
+    for in_flight in range(20, 11, -1):
+        breaker.record_failure(0.0, in_flight)
     assert breaker.state == CLOSED
     breaker.record_failure(0.0, 10)
     assert breaker.state == OPEN
 
 
-def test_a_breaker_whose_try_is_never_heard_of_tries_again():
+def test_breaker_repeats_trial_without_result():
     breaker = CircuitBreaker(CircuitBreakerConfig(failure_threshold=1, reset_timeout_s=10))
     breaker.record_failure(0.0)
     breaker.start_trial(10.0)
     assert breaker.wait(19.0) == 1.0 and breaker.wait(20.0) == 0
 
 
-def test_an_order_has_all_and_is_one_of_many():
+def test_shuffled_indices_depend_on_all_arguments():
     orders = [
-        tuple(shuffled_indices(*of, 50))
-        for of in ((0, "a", 0), (0, "a", 1), (0, "b", 0), (1, "a", 0))
+        tuple(shuffled_indices(*key, 50))
+        for key in ((0, "a", 0), (0, "a", 1), (0, "b", 0), (1, "a", 0))
     ]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len(set(orders)) == 4 and orders[0] == tuple(shuffled_indices(0, "a", 0, 50))
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: FairShareConfig(max_deficit=0), "max_deficit is 0"),
         (lambda: FairShareConfig(max_drops=0), "max_drops is 0"),
@@ -301,6 +310,6 @@ def test_an_order_has_all_and_is_one_of_many():
         (lambda: TokenBucket(1.0, 0.5), "burst is 0.5"),
     ],
 )
-def test_values_out_of_range_are_refused(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_rejects_values_out_of_range(make, message):
+    with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""The gateway before real engines: what agents are told was sampled as it is trained on, whatever fails in between."""
+"""The gateway with real engines: the sampled tokens are the trained tokens, also after failures."""
 
 import asyncio
 import contextlib
@@ -38,9 +38,10 @@ def params():
 
 @contextlib.contextmanager
 def engine(params, port=0, version=3):
+    """Serves an engine, and returns its URL."""
     model = glm5.Glm5(CFG, params=params)
-    made = Engine(model, TOKENIZER, EngineConfig(**OPTIONS), version=version)
-    server = Server(made, TOKENIZER, ServerConfig(port=port, model="tiny"))
+    inference_engine = Engine(model, TOKENIZER, EngineConfig(**OPTIONS), version=version)
+    server = Server(inference_engine, TOKENIZER, ServerConfig(port=port, model="tiny"))
     with server.running() as url:
         yield url
 
@@ -53,15 +54,16 @@ def engines(params):
 
 @contextlib.contextmanager
 def gateway(ranks, **options):
+    """Runs a gateway, and returns its URL."""
     options = dict(port=0, max_tokens=300, reply_timeout_s=60.0, probe_interval_s=0.1) | options
     with Gateway(TOKENIZER, ranks, GatewayConfig(**options)).running() as url:
         yield url
 
 
 def run(work, *urls):
-    """work(request) with request(method, path, body) -> (status, answer)."""
+    """Returns the result of work(request), where request(method, path, body) returns (status, response)."""
 
-    async def inner():
+    async def with_request():
         async with aiohttp.ClientSession() as client:
 
             async def request(method, path, body=None):
@@ -70,11 +72,11 @@ def run(work, *urls):
 
             return await asyncio.wait_for(work(request), 120)
 
-    return asyncio.run(inner())
+    return asyncio.run(with_request())
 
 
 def chat(url, turns=3, name="s", seed=7, **fields):
-    """What a session says in so many turns, and its records."""
+    """Chats for some turns in a session, and returns its replies and records."""
 
     async def work(request):
         assert await request("POST", f"{url}/sessions", {"id": name, "seed": seed}) == (
@@ -91,11 +93,12 @@ def chat(url, turns=3, name="s", seed=7, **fields):
 
 
 async def say(request, url, name, messages, **fields):
-    status, told = await request(
+    """Returns the next message of a session."""
+    status, response = await request(
         "POST", f"{url}/sessions/{name}/v1/chat/completions", {"messages": messages, **fields}
     )
-    assert status == 200, told
-    return told["choices"][0]["message"]
+    assert status == 200, response
+    return response["choices"][0]["message"]
 
 
 async def records(request, url, name):
@@ -105,7 +108,7 @@ async def records(request, url, name):
 
 
 def logps(params, record):
-    """float32[t - 1]: of each token given those before it, by the forward that is trained; all lengths in one program."""
+    """Returns the log-prob of each token after the first, by the trained model; one program serves all lengths."""
     ids = np.zeros((1, OPTIONS["max_length"]), np.int32)
     ids[0, : len(record)] = record.token_ids
     logp = np.asarray(jax.nn.log_softmax(_logits(params, ids)[0]))
@@ -117,60 +120,63 @@ def _logits(params, ids):
     return glm5.forward(params, ids, CFG).logits
 
 
-def test_what_is_sampled_is_what_is_trained(engines, params):
+def test_records_have_log_probs_of_trainer(engines, params):
     with gateway(engines) as url:
         replies, [record] = chat(url, 2)
-    on = record.loss_mask == 1
+    is_trained = record.loss_mask == 1
     assert len(replies) == 2 and record.status == "completed" and record.group_id == "g"
-    assert set(record.weight_version[on]) == {3}
-    np.testing.assert_allclose(record.rollout_logp[on], logps(params, record)[on[1:]], atol=1e-4)
-    # Between two replies stands what the layout has there, and nothing of it is trained on.
+    assert set(record.weight_version[is_trained]) == {3}
+    np.testing.assert_allclose(
+        record.rollout_logp[is_trained], logps(params, record)[is_trained[1:]], atol=1e-4
+    )
+    # The text between two replies is that of the chat template, and is not trained on.
     text = TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
     assert text.count("And?") == 1 and text.startswith("[gMASK]<sop><|user|>2*3?<|assistant|>")
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_lost_costs_no_session_its_place(params):
-    with engine(params) as kept:
-        with gateway([kept]) as url:
+def test_sessions_continue_after_engine_is_lost(params):
+    with engine(params) as remaining:
+        with gateway([remaining]) as url:
             undisturbed, _ = chat(url, 2)
         with contextlib.ExitStack() as stack:
             lost = stack.enter_context(engine(params))
             stop = stack.pop_all()
-            with gateway([lost, kept], router=RouterConfig(points=1)) as url:
+            with gateway([lost, remaining], router=RouterConfig(points=1)) as url:
 
                 async def work(request):
                     names = [f"s{i}" for i in range(20)]
                     for name in names:
                         await request("POST", f"{url}/sessions", {"id": name, "seed": 7})
                     ranks = [
-                        (await request("GET", f"{url}/sessions/{n}"))[1]["rank"] for n in names
+                        (await request("GET", f"{url}/sessions/{session}"))[1]["rank"]
+                        for session in names
                     ]
                     name = names[ranks.index(lost)]
                     messages = [QUESTION]
                     first = await say(request, url, name, messages)
                     await asyncio.get_running_loop().run_in_executor(None, stop.close)
                     second = await say(request, url, name, [*messages, first, MORE])
-                    _, told = await request("GET", f"{url}/server_info")
-                    assert told["loads"] == {kept: 20}
+                    _, status = await request("GET", f"{url}/server_info")
+                    assert status["loads"] == {remaining: 20}
                     port = int(lost.rpartition(":")[2])
                     with engine(params, port):
                         for _ in range(100):
-                            _, told = await request("GET", f"{url}/server_info")
-                            if lost in told["loads"]:
+                            _, status = await request("GET", f"{url}/server_info")
+                            if lost in status["loads"]:
                                 break
                             await asyncio.sleep(0.05)
-                        assert told["loads"] == {kept: 20, lost: 0}
+                        assert status["loads"] == {remaining: 20, lost: 0}
                     return first, second
 
                 assert run(work) == tuple(undisturbed)
 
 
-def test_ranks_that_share_a_url_are_named_by_number(engines):
+def test_addresses_ranks_of_one_url_by_number(engines):
     with gateway([engines[0]]) as url:
-        alone = chat(url, 2)[0]
+        expected = chat(url, 2)[0]
     with gateway([f"{engines[0]}@0"]) as url:
-        assert chat(url, 2)[0] == alone
+        assert chat(url, 2)[0] == expected
     with gateway([f"{engines[0]}@1"]) as url:
 
         async def work(request):
@@ -178,15 +184,15 @@ def test_ranks_that_share_a_url_are_named_by_number(engines):
             path = f"{url}/sessions/s/v1/chat/completions"
             return await request("POST", path, {"messages": [QUESTION]})
 
-        status, told = run(work)
+        status, response = run(work)
         assert (
             status == 400
-            and "there are 1 data-parallel ranks, numbered from 0" in told["error"]["message"]
+            and "there are 1 data-parallel ranks, numbered from 0" in response["error"]["message"]
         )
 
 
 @pytest.mark.parametrize(
-    "rank, want",
+    "rank, expected",
     [
         ("http://10.0.0.1:8000", ("http://10.0.0.1:8000", None)),
         ("http://10.0.0.1:8000@12", ("http://10.0.0.1:8000", 12)),
@@ -195,81 +201,85 @@ def test_ranks_that_share_a_url_are_named_by_number(engines):
         ("http://me:key@host:8000@3", ("http://me:key@host:8000", 3)),
     ],
 )
-def test_the_address_of_a_rank(rank, want):
-    assert parse_rank(rank) == want
+def test_parses_rank_address(rank, expected):
+    assert parse_rank(rank) == expected
 
 
-def test_a_gateway_that_begins_anew_leaves_sessions_where_their_prefix_is(engines, tmp_path):
-    one, two = engines
+def test_restarted_gateway_keeps_ranks_of_sessions(engines, tmp_path):
+    first, second = engines
     names = [f"k{i}" for i in range(20)]
-    name = next(n for n in names if SessionRouter([one, two]).route(n) == two)
-    with gateway([one], journal=str(tmp_path)) as url:
+    name = next(
+        candidate
+        for candidate in names
+        if SessionRouter([first, second]).route(candidate) == second
+    )
+    with gateway([first], journal=str(tmp_path)) as url:
         [reply], _ = chat(url, 1, name)
 
     async def work(request):
         await say(request, url, name, [QUESTION, reply, MORE])
         return (await request("GET", f"{url}/sessions/{name}"))[1]
 
-    with gateway([one, two], journal=str(tmp_path)) as url:
-        told = run(work)
-    assert told["rank"] == one and told["cached_tokens"] > 0
+    with gateway([first, second], journal=str(tmp_path)) as url:
+        session = run(work)
+    assert session["rank"] == first and session["cached_tokens"] > 0
 
 
-class Anywhere(SessionRouter):
-    """Any rank for any request."""
+class RandomRouter(SessionRouter):
+    """Routes each request to a random rank."""
 
-    draw = random.Random(1)
+    rng = random.Random(1)
 
     def route(self, session):
-        return self.draw.choice(sorted(self.loads))
+        return self.rng.choice(sorted(self.loads))
 
 
 @pytest.mark.slow
-def test_a_session_finds_all_of_its_prefix_and_less_where_its_requests_go_anywhere(
-    engines, monkeypatch
-):
+def test_sessions_reuse_prefix_unless_routed_at_random(engines, monkeypatch):
     async def talk(request, url, name):
-        """(tokens found, tokens in whole pages that were computed for a turn before) of a session's prompts."""
+        """Returns (cached tokens, tokens in full pages of earlier turns) of a session's prompts."""
         await request("POST", f"{url}/sessions", {"id": name, "seed": 3})
         messages = [{"role": "user", "content": f"{name} is the number?"}]
         for _ in range(3):
             path = f"{url}/sessions/{name}/v1/chat/completions"
-            _, told = await request("POST", path, {"messages": messages})
-            [choice] = told["choices"]
+            _, response = await request("POST", path, {"messages": messages})
+            [choice] = response["choices"]
             if choice["finish_reason"] == "length":
                 break
             messages += [choice["message"], MORE]
         [record] = await records(request, url, name)
-        on = record.loss_mask.astype(int)
-        # Of each reply but the last, the place of its last token, which has only been drawn.
-        [ends] = np.nonzero(np.diff([*on, 0]) == -1)
-        _, told = await request("GET", f"{url}/sessions/{name}")
-        return told["cached_tokens"], sum(end // PAGE * PAGE for end in ends[:-1])
+        is_trained = record.loss_mask.astype(int)
+        # Position of the last token of each reply but the last; that token is only sampled.
+        [ends] = np.nonzero(np.diff([*is_trained, 0]) == -1)
+        _, response = await request("GET", f"{url}/sessions/{name}")
+        return response["cached_tokens"], sum(end // PAGE * PAGE for end in ends[:-1])
 
-    def all_of(names):
+    def token_counts(names):
         with gateway(engines) as url:
-            found = run(lambda request: asyncio.gather(*(talk(request, url, n) for n in names)))
-        return tuple(map(sum, zip(*found)))
+            counts = run(
+                lambda request: asyncio.gather(*(talk(request, url, name) for name in names))
+            )
+        return tuple(map(sum, zip(*counts)))
 
-    cached, possible = all_of([f"s{i}" for i in range(100, 103)])
+    cached, possible = token_counts([f"s{i}" for i in range(100, 103)])
     assert cached >= possible > 500
-    monkeypatch.setattr("glm5_jax.rl.rollouts.gateway.SessionRouter", Anywhere)
-    cached, possible = all_of([f"s{i}" for i in range(200, 203)])
+    monkeypatch.setattr("glm5_jax.rl.rollouts.gateway.SessionRouter", RandomRouter)
+    cached, possible = token_counts([f"s{i}" for i in range(200, 203)])
     assert cached < 0.9 * possible > 450
 
 
-def test_an_agent_speaks_to_it_as_to_openai(engines):
+def test_serves_openai_client(engines):
     tools = [{"type": "function", "function": {"name": "calculate"}}]
     with gateway(engines) as url:
         run(lambda request: request("POST", f"{url}/sessions", {"id": "s", "seed": 7}))
         with openai.OpenAI(
             base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0
         ) as client:
-            told = client.chat.completions.create(
+            completion = client.chat.completions.create(
                 model="glm-5", messages=[QUESTION], tools=tools, temperature=1, max_tokens=9
             )
-            assert told.choices[0].finish_reason in ("length", "stop")
-            assert told.usage.completion_tokens <= 9
+            assert completion.choices[0].finish_reason in ("length", "stop")
+            assert completion.usage.completion_tokens <= 9
             with pytest.raises(
                 openai.BadRequestError, match="temperature is 0.5; samples of this gateway"
             ):
@@ -283,7 +293,7 @@ FORCED = {
     "tool_choice": "required",
 }
 SINGLE = {"tool_choice": "auto", "parallel_tool_calls": False}
-REFUSED = [
+INVALID_REQUESTS = [
     ("GET", "/sessions/none", None, 404, "never begun"),
     ("POST", "/sessions", {"id": "s"}, 409, "already"),
     ("POST", "/sessions", {"id": "../s"}, 400, "letters"),
@@ -300,36 +310,40 @@ REFUSED = [
 ]
 
 
-def test_refuses_requests_that_it_cannot_take(engines):
+def test_rejects_invalid_requests(engines):
     async def work(request):
         await request("POST", f"{url}/sessions", {"id": "s"})
-        for method, path, body, status, words in REFUSED:
-            found, told = await request(method, url + path, body)
-            assert found == status and words in told["error"]["message"], (path, body, told)
+        for method, path, body, status, message in INVALID_REQUESTS:
+            actual_status, response = await request(method, url + path, body)
+            assert actual_status == status and message in response["error"]["message"], (
+                path,
+                body,
+                response,
+            )
             assert (await request("GET", f"{url}/sessions/s"))[1]["turns"] == 0
 
     with gateway(engines, max_sessions=1) as url:
         run(work)
 
 
-def test_a_reply_that_was_cut_off_cannot_be_followed(engines):
+def test_rejects_chat_after_truncated_reply(engines):
     async def work(request):
         await request("POST", f"{url}/sessions", {"id": "s", "seed": 7})
-        said = await say(request, url, "s", [QUESTION], max_tokens=3)
-        path, body = f"{url}/sessions/s/v1/chat/completions", {"messages": [QUESTION, said, MORE]}
-        status, told = await request("POST", path, body)
-        assert status == 409 and "raise max_tokens" in told["error"]["message"]
+        reply = await say(request, url, "s", [QUESTION], max_tokens=3)
+        path, body = f"{url}/sessions/s/v1/chat/completions", {"messages": [QUESTION, reply, MORE]}
+        status, response = await request("POST", path, body)
+        assert status == 409 and "raise max_tokens" in response["error"]["message"]
 
     with gateway(engines, session=SessionConfig(max_turns=5)) as url:
         run(work)
 
 
-def test_without_an_engine_nothing_is_kept():
+def test_refuses_chats_without_engine():
     async def work(request):
         await request("POST", f"{url}/sessions", {"id": "s"})
         path = f"{url}/sessions/s/v1/chat/completions"
-        status, told = await request("POST", path, {"messages": [QUESTION]})
-        assert status == 502 and "no engine" in told["error"]["message"]
+        status, response = await request("POST", path, {"messages": [QUESTION]})
+        assert status == 502 and "no engine" in response["error"]["message"]
         assert await request("GET", f"{url}/health") == (200, {"status": "no engine"})
         assert (await request("GET", f"{url}/sessions/s"))[1]["turns"] == 0
 

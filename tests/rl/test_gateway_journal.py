@@ -1,5 +1,5 @@
-"""A gateway whose disk is full, and one that begins from files that are torn: nothing is kept that was not told, and one
-session's file costs no other session anything."""
+"""A gateway with a full disk or with damaged files: it stores only what it confirmed, and a damaged file affects one
+session."""
 
 import json
 import logging
@@ -19,51 +19,57 @@ QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?")
 WEIGHTS = {"lease": 1, "version": 0, "checksum": None}
 
 
-class Noting(Engine):
-    """seeds: that were asked for."""
+class SeedRecordingEngine(Engine):
+    """Engine that records the states of its random generators.
+
+    Attributes:
+      seeds: state of the generator of each reply.
+    """
 
     def __init__(self):
         super().__init__(delay=0)
         self.seeds = []
 
-    def reply(self, prompt, draw):
-        self.seeds.append(draw.getstate())
-        return super().reply(prompt, draw)
+    def reply(self, prompt, rng):
+        self.seeds.append(rng.getstate())
+        return super().reply(prompt, rng)
 
 
 @pytest.fixture(scope="module")
-def noting():
-    made = Noting()
-    with made.running() as url:
-        made.url = url
-        yield made
+def engine():
+    server = SeedRecordingEngine()
+    with server.running() as url:
+        server.url = url
+        yield server
 
 
-def asked(url, path, body=None, method=None):
-    """(status of HTTP, what is said)."""
+def send_request(url, path, body=None, method=None):
+    """Returns (HTTP status, JSON) of a request."""
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url + path, data, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        return refused.code, json.load(refused)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 def chat(url, name, *messages):
+    """Returns (HTTP status, message or error) of a chat."""
     path = f"/sessions/{name}/v1/chat/completions"
-    status, said = asked(url, path, {"messages": messages})
-    return status, said["choices"][0]["message"] if status == 200 else said["error"]
+    status, body = send_request(url, path, {"messages": messages})
+    return status, body["choices"][0]["message"] if status == 200 else body["error"]
 
 
 def records(url, name):
-    """The encoded records of a session."""
+    """Returns the encoded records of a session."""
     with urllib.request.urlopen(f"{url}/sessions/{name}/records", timeout=60) as response:
         return response.read()
 
 
 def load(url):
-    return sum(asked(url, "/server_info")[1]["loads"].values())
+    """Returns the number of sessions of all ranks."""
+    return sum(send_request(url, "/server_info")[1]["loads"].values())
 
 
 def check_error(status, error):
@@ -71,68 +77,69 @@ def check_error(status, error):
     assert "journal cannot be written" in error["message"] and "ask again" in error["message"]
 
 
-def test_a_reply_that_cannot_be_written_is_not_kept(noting, tmp_path):
+def test_discards_reply_that_cannot_be_written(engine, tmp_path):
     path = tmp_path / "s.jsonl"
-    with gateway(noting.url, journal=str(tmp_path)) as url:
-        asked(url, "/sessions", {"id": "s", "seed": 7})
+    with gateway(engine.url, journal=str(tmp_path)) as url:
+        send_request(url, "/sessions", {"id": "s", "seed": 7})
         _, first = chat(url, "s", QUESTION)
-        before, kept = path.read_bytes(), records(url, "s")
-        for space in (40, 0):  # the line is torn, or does not begin
+        before, records_before = path.read_bytes(), records(url, "s")
+        for space in (40, 0):  # part of the line is written, or none
             with limit_file_size(len(before) + space):
                 check_error(*chat(url, "s", QUESTION, first, MORE))
-            assert path.read_bytes() == before and records(url, "s") == kept
+            assert path.read_bytes() == before and records(url, "s") == records_before
         status, second = chat(url, "s", QUESTION, first, MORE)
         assert status == 200
-        # Whoever asks again is answered as if nothing had been.
-        assert noting.seeds[-3] == noting.seeds[-2] == noting.seeds[-1]
-        told = records(url, "s")
+        # A repeated request is sampled with the same seed.
+        assert engine.seeds[-3] == engine.seeds[-2] == engine.seeds[-1]
+        records_after = records(url, "s")
         trained, trained_before = (
-            decode_records(content)[0].loss_mask.sum() for content in (told, kept)
+            decode_records(content)[0].loss_mask.sum()
+            for content in (records_after, records_before)
         )
         assert trained > trained_before
-    with gateway(noting.url, journal=str(tmp_path)) as url:
-        assert records(url, "s") == told
+    with gateway(engine.url, journal=str(tmp_path)) as url:
+        assert records(url, "s") == records_after
 
 
-def test_a_session_that_cannot_be_written_has_not_begun(noting, tmp_path):
-    with gateway(noting.url, journal=str(tmp_path)) as url:
+def test_does_not_open_session_that_cannot_be_written(engine, tmp_path):
+    with gateway(engine.url, journal=str(tmp_path)) as url:
         for space in (3, 0):
             with limit_file_size(space):
-                status, said = asked(url, "/sessions", {"id": "s", "seed": 7})
-            check_error(status, said["error"])
-            assert load(url) == 0 and asked(url, "/sessions")[1]["sessions"] == []
-        assert asked(url, "/sessions", {"id": "s", "seed": 7})[0] == 200 and load(url) == 1
+                status, body = send_request(url, "/sessions", {"id": "s", "seed": 7})
+            check_error(status, body["error"])
+            assert load(url) == 0 and send_request(url, "/sessions")[1]["sessions"] == []
+        assert send_request(url, "/sessions", {"id": "s", "seed": 7})[0] == 200 and load(url) == 1
         chat(url, "s", QUESTION)
-        told = records(url, "s")
-    with gateway(noting.url, journal=str(tmp_path)) as url:
-        assert records(url, "s") == told
+        content = records(url, "s")
+    with gateway(engine.url, journal=str(tmp_path)) as url:
+        assert records(url, "s") == content
 
 
-def test_a_session_whose_file_stays_has_not_ended(noting, tmp_path):
+def test_does_not_end_session_whose_file_stays(engine, tmp_path):
     path = tmp_path / "s.jsonl"
-    with gateway(noting.url, journal=str(tmp_path)) as url:
-        asked(url, "/sessions", {"id": "s", "seed": 7})
+    with gateway(engine.url, journal=str(tmp_path)) as url:
+        send_request(url, "/sessions", {"id": "s", "seed": 7})
         path.rename(tmp_path / "aside")
-        path.mkdir()  # which no file's end removes
-        status, said = asked(url, "/sessions/s", method="DELETE")
-        check_error(status, said["error"])
+        path.mkdir()  # unlink() does not remove a folder
+        status, body = send_request(url, "/sessions/s", method="DELETE")
+        check_error(status, body["error"])
         assert load(url) == 1
         path.rmdir()
         (tmp_path / "aside").rename(path)
         assert chat(url, "s", QUESTION)[0] == 200
-        assert asked(url, "/sessions/s", method="DELETE")[0] == 200
+        assert send_request(url, "/sessions/s", method="DELETE")[0] == 200
         assert load(url) == 0 and not list(tmp_path.glob("*.jsonl"))
 
 
-def test_weights_that_cannot_be_written_are_not_wanted(noting, tmp_path):
-    with gateway(noting.url, journal=str(tmp_path)) as url:
+def test_does_not_require_weights_that_cannot_be_written(engine, tmp_path):
+    with gateway(engine.url, journal=str(tmp_path)) as url:
         with limit_file_size(5):
-            status, said = asked(url, "/weights", WEIGHTS)
-        check_error(status, said["error"])
-        assert asked(url, "/server_info")[1]["weights"] is None
-        assert asked(url, "/weights", WEIGHTS) == (200, WEIGHTS)
-    with gateway(noting.url, journal=str(tmp_path)) as url:
-        assert asked(url, "/server_info")[1]["weights"] == WEIGHTS
+            status, body = send_request(url, "/weights", WEIGHTS)
+        check_error(status, body["error"])
+        assert send_request(url, "/server_info")[1]["weights"] is None
+        assert send_request(url, "/weights", WEIGHTS) == (200, WEIGHTS)
+    with gateway(engine.url, journal=str(tmp_path)) as url:
+        assert send_request(url, "/server_info")[1]["weights"] == WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -146,89 +153,92 @@ def test_weights_that_cannot_be_written_are_not_wanted(noting, tmp_path):
         b'{"lease": 1, "version": 3, "checksum": 5}',
     ],
 )
-def test_weights_that_cannot_be_read_are_set_aside(noting, tmp_path, caplog, content):
+def test_sets_aside_unreadable_weights_file(engine, tmp_path, caplog, content):
     (tmp_path / "weights.json").write_bytes(content)
-    with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
-        assert asked(url, "/server_info")[1]["weights"] is None
-        assert asked(url, "/weights", WEIGHTS) == (200, WEIGHTS)
+    with caplog.at_level(logging.WARNING), gateway(engine.url, journal=str(tmp_path)) as url:
+        assert send_request(url, "/server_info")[1]["weights"] is None
+        assert send_request(url, "/weights", WEIGHTS) == (200, WEIGHTS)
     assert "weights.json cannot be read" in caplog.text
 
 
-def as_file(damage):
-    """Of a file's lines, to what the file is then."""
+def change_lines(damage):
+    """Returns a function of a path that changes the lines of its file."""
     return lambda path: path.write_bytes(b"".join(damage(path.read_bytes().splitlines(True))))
 
 
-def last_turn(**fields):
-    """A file whose last turn has other values in these fields."""
-    return as_file(
+def change_last_turn(**fields):
+    """Returns a function of a path that changes fields of the last turn in its file."""
+    return change_lines(
         lambda lines: [*lines[:-1], json.dumps(json.loads(lines[-1]) | fields).encode() + b"\n"]
     )
 
 
-def as_folder(path):
+def replace_by_folder(path):
+    """Replaces a file by a folder."""
     path.unlink()
     path.mkdir()
 
 
 DAMAGES = {
-    "glued": as_file(lambda lines: [*lines[:2], lines[2][:50], *lines[2:]]),
-    "no seed": as_file(lambda lines: lines[1:]),
-    "a turn is missing": as_file(lambda lines: [lines[0], *lines[2:]]),
-    "zeros": as_file(lambda lines: [lines[0], b"\0" * len(lines[1]) + b"\n", *lines[2:]]),
-    "no text": as_file(lambda lines: [lines[0], b'"\xff"\n', *lines[2:]]),
-    "no turn": as_file(lambda lines: [*lines, b"[]\n"]),
-    "no reply": as_file(lambda lines: [*lines, b'{"parent": 0, "rank": null}\n']),
-    "no file": as_folder,
-    "odd rank": last_turn(rank=["http://h"]),
-    "odd tokens": last_turn(num_dropped=10**6),
-    "odd ids": last_turn(context=5),
+    "glued": change_lines(lambda lines: [*lines[:2], lines[2][:50], *lines[2:]]),
+    "no seed": change_lines(lambda lines: lines[1:]),
+    "a turn is missing": change_lines(lambda lines: [lines[0], *lines[2:]]),
+    "zeros": change_lines(lambda lines: [lines[0], b"\0" * len(lines[1]) + b"\n", *lines[2:]]),
+    "no text": change_lines(lambda lines: [lines[0], b'"\xff"\n', *lines[2:]]),
+    "no turn": change_lines(lambda lines: [*lines, b"[]\n"]),
+    "no reply": change_lines(lambda lines: [*lines, b'{"parent": 0, "rank": null}\n']),
+    "no file": replace_by_folder,
+    "odd rank": change_last_turn(rank=["http://h"]),
+    "odd tokens": change_last_turn(num_dropped=10**6),
+    "odd ids": change_last_turn(context=5),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_cannot_be_read_costs_its_own_session_alone(noting, tmp_path, caplog, damage):
+def test_unreadable_file_affects_only_its_session(engine, tmp_path, caplog, damage):
     names = ("a", "b", "c")
-    with gateway(noting.url, journal=str(tmp_path)) as url:
+    with gateway(engine.url, journal=str(tmp_path)) as url:
         for name in names:
-            asked(url, "/sessions", {"id": name, "seed": ord(name)})
+            send_request(url, "/sessions", {"id": name, "seed": ord(name)})
             _, first = chat(url, name, QUESTION)
             chat(url, name, QUESTION, first, MORE)
-        told = {name: records(url, name) for name in names}
+        contents = {name: records(url, name) for name in names}
     DAMAGES[damage](tmp_path / "b.jsonl")
-    with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
-        assert asked(url, "/sessions")[1]["sessions"] == ["a", "c"] and load(url) == 2
-        assert {name: records(url, name) for name in "ac"} == {name: told[name] for name in "ac"}
+    with caplog.at_level(logging.WARNING), gateway(engine.url, journal=str(tmp_path)) as url:
+        assert send_request(url, "/sessions")[1]["sessions"] == ["a", "c"] and load(url) == 2
+        assert {name: records(url, name) for name in "ac"} == {
+            name: contents[name] for name in "ac"
+        }
         assert str(tmp_path / "b.jsonl") in caplog.text and "cannot be read" in caplog.text
-        # What is set aside is in nobody's way.
-        assert asked(url, "/sessions", {"id": "b", "seed": 1})[0] == 200
+        # The damaged file is set aside, and its name is free.
+        assert send_request(url, "/sessions", {"id": "b", "seed": 1})[0] == 200
         assert chat(url, "b", QUESTION)[0] == 200
-        told["b"] = records(url, "b")
-    with gateway(noting.url, journal=str(tmp_path)) as url:
-        assert {name: records(url, name) for name in names} == told
+        contents["b"] = records(url, "b")
+    with gateway(engine.url, journal=str(tmp_path)) as url:
+        assert {name: records(url, name) for name in names} == contents
 
 
 @pytest.mark.parametrize("cut", [1, 200, None])
-def test_a_line_that_was_cut_off_costs_itself_alone(noting, tmp_path, caplog, cut):
-    """cut: of the last turn's bytes, its end included; None: but for one."""
-    with gateway(noting.url, journal=str(tmp_path)) as url:
-        asked(url, "/sessions", {"id": "s", "seed": 7})
+def test_incomplete_last_line_loses_one_turn(engine, tmp_path, caplog, cut):
+    """cut: number of bytes that are missing at the end; None: all but one byte of the last line."""
+    with gateway(engine.url, journal=str(tmp_path)) as url:
+        send_request(url, "/sessions", {"id": "s", "seed": 7})
         _, first = chat(url, "s", QUESTION)
-        kept = records(url, "s")
+        records_before = records(url, "s")
         chat(url, "s", QUESTION, first, MORE)
-        told = records(url, "s")
+        records_after = records(url, "s")
     path = tmp_path / "s.jsonl"
     lines = path.read_bytes().splitlines(True)
     path.write_bytes(b"".join(lines)[: -(cut or len(lines[-1]) - 1)])
-    with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
+    with caplog.at_level(logging.WARNING), gateway(engine.url, journal=str(tmp_path)) as url:
         assert f"{path} ends in an incomplete line" in caplog.text
-        assert records(url, "s") == kept and path.read_bytes() == b"".join(lines[:-1])
+        assert records(url, "s") == records_before and path.read_bytes() == b"".join(lines[:-1])
         chat(url, "s", QUESTION, first, MORE)
-        assert records(url, "s") == told
+        assert records(url, "s") == records_after
 
 
-def test_which_reply_to_its_prompt_it_is_is_kept(tmp_path):
-    """Or a gateway after this one would draw one twice."""
+def test_journal_stores_sample_index_of_turn(tmp_path):
+    """Otherwise the next gateway would sample the same reply twice."""
     tokenizer, journal = Tokenizer.load("bytes"), SessionJournal(tmp_path)
     session = Session(tokenizer, seed=3)
     lost = session.plan([QUESTION])
@@ -236,5 +246,5 @@ def test_which_reply_to_its_prompt_it_is_is_kept(tmp_path):
     journal.begin("s", 3)
     turn = session.make_turn(other, [1, 2], [0.0, 0.0], [0, 0], "stop", {"role": "assistant"})
     journal.add("s", turn, None)
-    [(_, again, _)] = journal.read(lambda seed: Session(tokenizer, seed=seed))
-    assert again.turns[0].sample_index == 1 and again.plan([QUESTION]) == lost
+    [(_, restored, _)] = journal.read(lambda seed: Session(tokenizer, seed=seed))
+    assert restored.turns[0].sample_index == 1 and restored.plan([QUESTION]) == lost

@@ -1,4 +1,4 @@
-"""Requests to a gateway that are large or malformed: refused before they are encoded, and never read by the event loop."""
+"""Large or malformed requests to a gateway: refused before they are encoded, and never read by the event loop."""
 
 import asyncio
 import threading
@@ -27,34 +27,39 @@ def url():
         yield url
 
 
-async def asked(url, *requests):
-    """Answers to (path, body), or the errors that they are."""
-    answers = []
+async def send_requests(url, *requests):
+    """Returns the responses to requests of (path, body); of a refused request its error."""
+    responses = []
     async with JsonClient() as client:
         for path, body in requests:
             try:
-                answers.append(await client.request("POST", url + path, body, timeout_s=30))
+                responses.append(await client.request("POST", url + path, body, timeout_s=30))
             except ServerError as error:
-                answers.append(error)
-    return answers
+                responses.append(error)
+    return responses
 
 
-def refusals(url, name, *bodies):
-    begun, *answers = asyncio.run(
-        asked(url, ("/sessions", {"id": name}), *((f"/sessions/{name}{CHATS}", b) for b in bodies))
+def send_chats(url, name, *bodies):
+    """Returns the responses to chats in a new session."""
+    created, *responses = asyncio.run(
+        send_requests(
+            url,
+            ("/sessions", {"id": name}),
+            *((f"/sessions/{name}{CHATS}", body) for body in bodies),
+        )
     )
-    assert begun == {"id": name}
-    return answers
+    assert created == {"id": name}
+    return responses
 
 
-def test_refuses_a_session_of_many_values(url):
-    [answer] = asyncio.run(asked(url, ("/sessions", {"id": [[]] * 60_000})))
+def test_rejects_session_body_with_many_values(url):
+    [answer] = asyncio.run(send_requests(url, ("/sessions", {"id": [[]] * 60_000})))
     assert answer.status == 400 and "more than 50000 values" in str(answer)
 
 
-def test_refuses_long_lists(url):
+def test_rejects_long_lists(url):
     bodies = [{"messages": [USER], field: [1] * 100_000} for field in ("stop", "tools")]
-    for answer in refusals(url, "lists", *bodies):
+    for answer in send_chats(url, "lists", *bodies):
         assert answer.status == 400 and "100000 items are too many" in str(answer)
 
 
@@ -63,51 +68,51 @@ def test_refuses_long_lists(url):
     [("\ud83d", "Looks."), ("Where?", "\ud800")],
     ids=["message", "tool"],
 )
-def test_refuses_half_of_a_surrogate_pair(content, description):
+def test_rejects_lone_surrogate(content, description):
     tool = {"type": "function", "function": {"name": "look", "description": description}}
-    with pytest.raises(SessionError, match="lone surrogate") as caught:
+    with pytest.raises(SessionError, match="lone surrogate") as raised:
         Session(TOKENIZER).plan([USER | {"content": content}], [tool])
-    assert caught.value.status == 400
+    assert raised.value.status == 400
 
 
-def test_refuses_long_messages_before_encoding_them(url, monkeypatch):
+def test_rejects_long_messages_before_encoding_them(url, monkeypatch):
     sizes, encode = [], Tokenizer.encode
 
-    def watched(tokenizer, text, **options):
+    def record_size(tokenizer, text, **options):
         sizes.append(len(text))
         return encode(tokenizer, text, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode", watched)
+    monkeypatch.setattr(Tokenizer, "encode", record_size)
     body = {"messages": [USER | {"content": "word " * 200_000}]}
-    [answer] = refusals(url, "long", body)
+    [answer] = send_chats(url, "long", body)
     assert answer.status == 400 and "raise max_length of sessions" in str(answer)
     assert sum(sizes) < 100_000
 
 
 @pytest.mark.parametrize("name", ["plan", "records"])
-def test_works_on_tokens_apart_from_the_event_loop(url, monkeypatch, name):
+def test_processes_tokens_outside_event_loop(url, monkeypatch, name):
     threads, method = [], getattr(Session, name)
 
-    def watched(session, *arguments, **options):
+    def record_thread(session, *arguments, **options):
         threads.append(threading.current_thread().name)
         return method(session, *arguments, **options)
 
-    monkeypatch.setattr(Session, name, watched)
+    monkeypatch.setattr(Session, name, record_thread)
     requests = [
         ("/sessions", {"id": name}),
         (f"/sessions/{name}{CHATS}", {"messages": [USER], "max_tokens": 20}),
         (f"/sessions/{name}/finish", {}),
     ]
-    _, reply, summary = asyncio.run(asked(url, *requests))
+    _, reply, summary = asyncio.run(send_requests(url, *requests))
     assert reply["choices"] and len(summary["lengths"]) == 1
     assert len(threads) == 1 and threads[0] != "server"
 
 
-def test_refuses_deeply_nested_tools():
-    inner: list = []
+def test_rejects_deeply_nested_tools():
+    nested: list = []
     for _ in range(3000):
-        inner = [inner]
-    tool = {"name": "look", "parameters": {"properties": {"a": inner}}}
-    with pytest.raises(SessionError, match="nested too deeply|(no|not) JSON") as caught:
+        nested = [nested]
+    tool = {"name": "look", "parameters": {"properties": {"a": nested}}}
+    with pytest.raises(SessionError, match="nested too deeply|(no|not) JSON") as raised:
         Session(TOKENIZER).plan([USER], [tool])
-    assert caught.value.status == 400
+    assert raised.value.status == 400

@@ -1,4 +1,4 @@
-"""Messages of a gateway's agents: read as a server reads them, and broken calls go out and come back as they were written."""
+"""Messages of a gateway's agents are read as a server reads them. Malformed calls keep their text in both directions."""
 
 import asyncio
 import contextlib
@@ -18,15 +18,15 @@ TOOL = {
     "function": {"name": "look", "parameters": {"properties": {"n": {"type": "string"}}}},
 }
 USER = {"role": "user", "content": "Where?"}
-BROKEN = "<tool_call>look<arg_key>n</arg_key><arg_value>1</arg_value><arg_key>n</arg_key><arg_value>2</arg_value></tool_call>"
-WHOLE = "<tool_call>look<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"
+MALFORMED = "<tool_call>look<arg_key>n</arg_key><arg_value>1</arg_value><arg_key>n</arg_key><arg_value>2</arg_value></tool_call>"
+COMPLETE = "<tool_call>look<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"
 
 
-class Says(Engine):
-    """An engine that says one text after the other.
+class ScriptedEngine(Engine):
+    """Engine that replies with one text after another.
 
     Attributes:
-      texts: texts to say.
+      texts: remaining replies.
       prompts: texts of the prompts so far.
     """
 
@@ -34,23 +34,24 @@ class Says(Engine):
         super().__init__(delay=0)
         self.texts, self.prompts = [], []
 
-    def reply(self, prompt, draw):
+    def reply(self, prompt, rng):
         self.prompts.append(TOKENIZER.decode(prompt))
         return TOKENIZER.encode(self.texts.pop(0), parse_special=True)
 
 
 @pytest.fixture(scope="module")
-def served():
+def engine_and_url():
+    """Returns the engine, and the URL of the gateway in front of it."""
     with contextlib.ExitStack() as stack:
-        engine = Says()
+        engine = ScriptedEngine()
         ranks = [stack.enter_context(engine.running())]
         gateway = Gateway(TOKENIZER, ranks, GatewayConfig(port=0))
         yield engine, stack.enter_context(gateway.running())
 
 
-def converse(served, texts, work):
-    """Returns what work(chat, session) makes of a new session whose replies are the texts."""
-    engine, url = served
+def converse(engine_and_url, texts, work):
+    """Returns the result of work(chat, kinds) in a new session that is sampled from the texts."""
+    engine, url = engine_and_url
     engine.texts, engine.prompts = list(texts), []
 
     async def run():
@@ -71,46 +72,47 @@ def converse(served, texts, work):
     return asyncio.run(run())
 
 
-def result(id_, text):
-    return {"role": "tool", "tool_call_id": id_, "content": text}
+def result(call_id, text):
+    """Returns the message of a tool result."""
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def test_gives_a_broken_call_as_it_was_written_and_reads_it_again(served):
+def test_malformed_call_keeps_its_text(engine_and_url):
     async def work(chat, kinds):
         choice = await chat([USER])
         [call] = choice["message"]["tool_calls"]
-        assert choice["finish_reason"] == "stop" and call["function"]["arguments"] == BROKEN
+        assert choice["finish_reason"] == "stop" and call["function"]["arguments"] == MALFORMED
         with pytest.raises(ValueError):
             json.loads(call["function"]["arguments"])
-        again = [USER, choice["message"], result(call["id"], "Error: given twice")]
-        last = await chat(again)
-        assert last["message"]["content"] == "So." and await kinds() == ["clean", "clean"]
+        messages = [USER, choice["message"], result(call["id"], "Error: given twice")]
+        answer = await chat(messages)
+        assert answer["message"]["content"] == "So." and await kinds() == ["clean", "clean"]
 
-    texts = f"</think>{BROKEN}<|observation|>", "</think>So.<|user|>"
-    converse(served, texts, work)
-    assert BROKEN in served[0].prompts[1]
+    texts = f"</think>{MALFORMED}<|observation|>", "</think>So.<|user|>"
+    converse(engine_and_url, texts, work)
+    assert MALFORMED in engine_and_url[0].prompts[1]
 
 
-def test_says_tool_calls_of_whole_calls(served):
+def test_finish_reason_is_tool_calls_after_complete_calls(engine_and_url):
     async def work(chat, kinds):
         choice = await chat([USER])
         arguments = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
         assert choice["finish_reason"] == "tool_calls" and arguments == ['{"n": "1"}'] * 2
 
-    converse(served, [f"</think>{WHOLE}{WHOLE}<|observation|>"], work)
+    converse(engine_and_url, [f"</think>{COMPLETE}{COMPLETE}<|observation|>"], work)
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}], ids=str)
-def test_gives_no_call_where_none_may_be_made(served, fields):
+def test_returns_no_calls_without_tools(engine_and_url, fields):
     async def work(chat, kinds):
         choice = await chat([USER], parallel_tool_calls=False, **fields)
         assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
-        assert choice["message"]["content"] == f"Well.{WHOLE}"
+        assert choice["message"]["content"] == f"Well.{COMPLETE}"
 
-    converse(served, [f"</think>Well.{WHOLE}<|observation|>"], work)
+    converse(engine_and_url, [f"</think>Well.{COMPLETE}<|observation|>"], work)
 
 
-def test_lays_out_results_in_the_order_of_their_calls(served):
+def test_orders_tool_results_by_their_calls(engine_and_url):
     async def work(chat, kinds):
         choice = await chat([USER])
         first, second = (call["id"] for call in choice["message"]["tool_calls"])
@@ -118,33 +120,35 @@ def test_lays_out_results_in_the_order_of_their_calls(served):
         await chat([USER, choice["message"], *results])
         assert await kinds() == ["clean", "clean"]
 
-    converse(served, [f"</think>{WHOLE}{WHOLE}<|observation|>", "</think>x<|user|>"], work)
-    prompt = served[0].prompts[1]
+    converse(
+        engine_and_url, [f"</think>{COMPLETE}{COMPLETE}<|observation|>", "</think>x<|user|>"], work
+    )
+    prompt = engine_and_url[0].prompts[1]
     assert "<tool_response>Oslo</tool_response><tool_response>Rome</tool_response>" in prompt
 
 
-def test_keeps_reasoning_and_roles_under_their_other_names(served):
+def test_reads_aliases_of_reasoning_and_roles(engine_and_url):
     async def work(chat, kinds):
-        said = {"role": "assistant", "content": "4", "reasoning": "two and two"}
-        await chat([{"role": "developer", "content": "Be brief."}, USER, said, USER])
+        answer = {"role": "assistant", "content": "4", "reasoning": "two and two"}
+        await chat([{"role": "developer", "content": "Be brief."}, USER, answer, USER])
 
-    converse(served, ["</think>x<|user|>"], work)
-    assert "<|system|>Be brief.<|user|>" in served[0].prompts[0]
-    assert "<think>two and two</think>4" in served[0].prompts[0]
+    converse(engine_and_url, ["</think>x<|user|>"], work)
+    assert "<|system|>Be brief.<|user|>" in engine_and_url[0].prompts[0]
+    assert "<think>two and two</think>4" in engine_and_url[0].prompts[0]
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "error"),
     [
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "type 'image_url'"),
         ([{**USER, "colour": "red"}], "the field 'colour', which no chat shows"),
         ([USER, {"role": "assistant", "content": "4", "thinking": "r"}, USER], "has thinking"),
     ],
 )  # fmt: skip
-def test_refuses_what_the_prompt_would_not_show(served, messages, said):
+def test_rejects_content_that_prompt_cannot_show(engine_and_url, messages, error):
     async def work(chat, kinds):
-        with pytest.raises(ServerError, match=said) as caught:
+        with pytest.raises(ServerError, match=error) as raised:
             await chat(messages)
-        assert caught.value.status == 400 and await kinds() == []
+        assert raised.value.status == 400 and await kinds() == []
 
-    converse(served, [], work)
+    converse(engine_and_url, [], work)

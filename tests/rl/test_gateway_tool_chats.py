@@ -1,5 +1,8 @@
-"""Agents that call tools, over HTTP through the gateway and an engine's server: what was sampled is what is learnt, byte for
-byte, with the log-probs that the learner has for it, whatever JSON makes of what the policy writes."""
+"""Agents that call tools, over HTTP through the gateway and an engine's server.
+
+The sampled tokens are the trained tokens, byte for byte, with the log-probs that the trainer computes, although
+agents see them only as JSON.
+"""
 
 import asyncio
 import collections
@@ -28,39 +31,42 @@ from tests.rl.test_tool_chats import (
     LENGTH,
     LOOK,
     TOKENIZER,
+    continues_turn,
     policy,
-    requires_checkpoint,
     tally,
     token,
 )
 from tests.text.random_chats import Chats
 
 TURNS, TEMPERATURE = 4, 0.9
-SECONDS = 120.0
+TIMEOUT_S = 120.0
 
 
-def engine(seen):
-    """seen: (what it was asked, handle) of each reply, in their order."""
+def engine(requests):
+    """Returns an engine that appends (prompt, handle) of each reply to `requests`."""
     options = dict(
         max_num_seqs=12, max_length=LENGTH, page_size=32, prefill_chunk=64, batch_invariant=True
     )
-    made = Engine(policy(), TOKENIZER, EngineConfig(**options))
-    submit = made.submit
+    inference_engine = Engine(policy(), TOKENIZER, EngineConfig(**options))
+    submit = inference_engine.submit
 
-    def watched(request, listener=None):
+    def record_request(request, listener=None):
         handle = submit(request, listener)
-        seen.append((list(request.ids), handle))
+        requests.append((list(request.ids), handle))
         return handle
 
-    made.submit = watched
-    return made
+    inference_engine.submit = record_request
+    return inference_engine
 
 
 class Agent:
-    """Asks a question and answers calls, in a session of its own.
+    """Asks a question and answers calls, in its session.
 
-    first: the prompt of its first reply, as the layout has it; forgets: whether it tells no reasoning again; kinds: how the
-    session's turns went on; records: of it.
+    Attributes:
+      first: prompt of its first reply, as rendered.
+      forgets: whether it omits the reasoning of its earlier replies.
+      kinds: how each turn of the session continued.
+      records: token records of the session.
     """
 
     def __init__(self, number, text):
@@ -72,35 +78,35 @@ class Agent:
 
     async def __call__(self, client, url):
         name = f"s{self.number}"
-        begin = {"id": name, "seed": self.number}
-        await client.request("POST", f"{url}/sessions", begin, timeout_s=SECONDS)
+        session = {"id": name, "seed": self.number}
+        await client.request("POST", f"{url}/sessions", session, timeout_s=TIMEOUT_S)
         url = f"{url}/sessions/{name}"
         for _ in range(TURNS):
             if not await self._turn(client, url):
                 break
-        with urllib.request.urlopen(f"{url}/records", timeout=SECONDS) as response:
+        with urllib.request.urlopen(f"{url}/records", timeout=TIMEOUT_S) as response:
             self.records = decode_records(response.read(), rollout_id=name)
-        self.kinds = (await client.request("GET", url, timeout_s=SECONDS))["kinds"]
+        self.kinds = (await client.request("GET", url, timeout_s=TIMEOUT_S))["kinds"]
 
     async def _turn(self, client, url):
-        """Whether there were calls, which are then answered."""
+        """Chats once, answers the calls of the reply, and returns whether there were any."""
         thinking = {"type": "enabled" if self.thinks else "disabled"}
         body = {"messages": self.messages, "tools": [LOOK], "max_tokens": 24, "thinking": thinking}
         try:
-            told = await client.request(
-                "POST", f"{url}/v1/chat/completions", body, timeout_s=SECONDS
+            response = await client.request(
+                "POST", f"{url}/v1/chat/completions", body, timeout_s=TIMEOUT_S
             )
         except ServerError as error:
-            assert error.status == 400 and "token" in str(error)  # there is no room
+            assert error.status == 400 and "token" in str(error)  # the session is full
             return False
-        [choice] = told["choices"]
-        said = dict(choice["message"])
+        [choice] = response["choices"]
+        message = dict(choice["message"])
         if self.forgets:
-            del said["reasoning_content"]
-        self.messages.append(said)
+            del message["reasoning_content"]
+        self.messages.append(message)
         if choice["finish_reason"] != "tool_calls":
             return False
-        for call in said["tool_calls"]:
+        for call in message["tool_calls"]:
             arguments = json.loads(call["function"]["arguments"])
             self.answers.append(f"<|user|>{arguments.get('k', 'é')}")
             answer = {"role": "tool", "tool_call_id": call["id"], "content": self.answers[-1]}
@@ -109,67 +115,74 @@ class Agent:
 
 
 def chats(count):
-    """(agents, for each what the engine was asked and what it replied)."""
-    seen, texts = [], Chats(seed=0)
+    """Returns (agents, (prompt, reply) pairs of each)."""
+    requests, texts = [], Chats(seed=0)
     agents = [Agent(i, texts.text(6)) for i in range(count)]
 
-    async def all_of(url):
+    async def run_agents(url):
         async with JsonClient() as client:
             await asyncio.gather(*(agent(client, url) for agent in agents))
 
-    config = GatewayConfig(port=0, temperature=TEMPERATURE, reply_timeout_s=SECONDS)
+    config = GatewayConfig(port=0, temperature=TEMPERATURE, reply_timeout_s=TIMEOUT_S)
     with (
-        Server(engine(seen), TOKENIZER, ServerConfig(port=0)).running() as served,
-        Gateway(TOKENIZER, [served], config).running() as url,
+        Server(engine(requests), TOKENIZER, ServerConfig(port=0)).running() as engine_url,
+        Gateway(TOKENIZER, [engine_url], config).running() as url,
     ):
-        asyncio.run(all_of(url))
-    replies = [(ids, handle.completion) for ids, handle in seen]
-    own = [[one for one in replies if one[0][: len(a.first)] == a.first] for a in agents]
-    assert [len(agent.kinds) for agent in agents] == [len(turns) for turns in own]
-    return agents, own
+        asyncio.run(run_agents(url))
+    replies = [(ids, handle.completion) for ids, handle in requests]
+    replies_by_agent = [
+        [reply for reply in replies if reply[0][: len(agent.first)] == agent.first]
+        for agent in agents
+    ]
+    assert [len(agent.kinds) for agent in agents] == [len(turns) for turns in replies_by_agent]
+    return agents, replies_by_agent
 
 
 @pytest.mark.slow
-def test_what_was_sampled_is_learnt_byte_for_byte(count=200):
+def test_trains_on_sampled_tokens_over_gateway(count=200):
     agents, replies = chats(count)
-    found = collections.Counter()
-    for agent, own in zip(agents, replies, strict=True):
+    counts = collections.Counter()
+    for agent, agent_replies in zip(agents, replies, strict=True):
         assert set(agent.kinds) == {"clean"}
         [record] = agent.records
-        asked, reply = own[-1]
-        assert record.token_ids.tolist() == [*asked, *reply.ids]
+        prompt, reply = agent_replies[-1]
+        assert record.token_ids.tolist() == [*prompt, *reply.ids]
         logp = np.full(len(record), np.nan, np.float32)
         answers = iter(agent.answers)
-        for turn, (after, _) in zip(own, [*own[1:], (record.token_ids.tolist(), None)]):
-            asked, reply = turn
-            kept = len(reply.ids)
-            if not requires_checkpoint(turn, after):  # its stop expected another message than came
-                kept -= 1
-                assert after[: len(asked) + kept] == [*asked, *reply.ids[:kept]]
+        for turn, (after, _) in zip(
+            agent_replies, [*agent_replies[1:], (record.token_ids.tolist(), None)]
+        ):
+            prompt, reply = turn
+            num_trained = len(reply.ids)
+            if not continues_turn(
+                turn, after
+            ):  # another message followed than its stop token expects
+                num_trained -= 1
+                assert after[: len(prompt) + num_trained] == [*prompt, *reply.ids[:num_trained]]
                 assert reply.ids[-1] in map(token, STOP_TOKENS)
-                assert after[len(asked) + kept] == token("<|observation|>") != reply.ids[-1]
-            logp[len(asked) : len(asked) + kept] = reply.logprobs[:kept]
-            between = after[len(asked) + kept :]
+                assert after[len(prompt) + num_trained] == token("<|observation|>") != reply.ids[-1]
+            logp[len(prompt) : len(prompt) + num_trained] = reply.logprobs[:num_trained]
+            between = after[len(prompt) + num_trained :]
             for _ in range(between.count(token("<tool_response>"))):
                 assert f"<tool_response>{next(answers)}</tool_response>" in TOKENIZER.decode(
                     between
                 )
-            assert token("<|user|>") not in between  # the tools' is text
-            found += tally(reply) + collections.Counter(
-                {"dropped": kept < len(reply.ids), "calls": bool(between)}
+            assert token("<|user|>") not in between  # that of the tool result is plain text
+            counts += tally(reply) + collections.Counter(
+                {"dropped": num_trained < len(reply.ids), "calls": bool(between)}
             )
         np.testing.assert_array_equal(record.rollout_logp, logp)
         np.testing.assert_array_equal(record.loss_mask, ~np.isnan(logp))
-        found += {"several turns": len(own) > 1, "tokens": int(record.loss_mask.sum())}
+        counts += {"several turns": len(agent_replies) > 1, "tokens": int(record.loss_mask.sum())}
     records = [record for agent in agents for record in agent.records]
     streams = ("token_ids", "loss_mask", "rollout_logp")
     batch, _ = pack_records(records, 2 * LENGTH, count // 5, streams)
     score = jax.jit(score_function(CFG, StepConfig(mtp_steps=0), temperature=TEMPERATURE))
     logp = np.asarray(score(glm5.params_of(policy()), batch))
-    on = batch["loss_mask"] == 1
-    assert on.sum() == found["tokens"]
-    assert np.abs(logp - batch["rollout_logp"])[on].max() < 1e-4
-    # Or nothing was shown.
-    assert found["several turns"] > count / 2 and found["tokens"] > 15 * count
+    is_trained = batch["loss_mask"] == 1
+    assert is_trained.sum() == counts["tokens"]
+    assert np.abs(logp - batch["rollout_logp"])[is_trained].max() < 1e-4
+    # The chats cover all cases.
+    assert counts["several turns"] > count / 2 and counts["tokens"] > 15 * count
     for name in ("no text", "others", "in thought", "dropped", "calls"):
-        assert found[name] > count / 40, (name, found)
+        assert counts[name] > count / 40, (name, counts)

@@ -1,4 +1,4 @@
-"""A buffer goes on where another was killed, wherever that was, and whatever the disk was left with."""
+"""A buffer resumes after a kill at any moment, with any damage to its files."""
 
 import dataclasses
 import json
@@ -16,156 +16,163 @@ CONFIG = BufferConfig(group=2, batch_groups=2, max_staleness=1)
 
 
 @dataclasses.dataclass
-class Whose:
-    """Stands for a group that was admitted."""
+class Ticket:
+    """Stands for the ticket of a group."""
 
     group_id: str = "g"
     task: str = "t"
     number: int = 7
 
 
-def come(buffer, admitted, version=0, rewards=None):
-    return buffer.put(admitted.group_id, group(admitted, [[version]] * 2, rewards))
+def finish_group(buffer, ticket, version=0, rewards=None):
+    """Puts a group that has ended. version: version of all tokens."""
+    return buffer.put(ticket.group_id, group(ticket, [[version]] * 2, rewards))
 
 
-def full():
-    """Trajectories with something in each field."""
-    one = rollout(Whose(), 0, [3], 0.1, metrics={"calls": 2.0}, duration_s=1.5, has_used_tools=True)
+def full_trajectories():
+    """Returns trajectories with a value in each field."""
+    trajectory = rollout(
+        Ticket(), 0, [3], 0.1, metrics={"calls": 2.0}, duration_s=1.5, has_used_tools=True
+    )
     reward = Reward(0.1, {"style": None, "naïve \u2028": 1.0}, "no room")
-    return [dataclasses.replace(one, reward=reward), rollout(Whose(), 1, [], None)]
+    return [dataclasses.replace(trajectory, reward=reward), rollout(Ticket(), 1, [], None)]
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_what_was_written_is_read_with_all_it_holds(tmp_path, durable):
-    journal, members = Journal(tmp_path / "new", durable), full()
+def test_reads_all_fields_of_entries(tmp_path, durable):
+    journal, members = Journal(tmp_path / "new", durable), full_trajectories()
     journal.write("a", {"x": [1, "y"]}, members)
     journal.write("b", {"first": 1})
     journal.write("b", {"second": 2})
     journal.write("c", {})
     journal.remove("c")
     journal.remove("c")
-    found, torn = Journal(tmp_path / "new").read()
-    assert set(found) == {"a", "b"} and torn == []
-    assert found["a"].head == {"x": [1, "y"]} and found["b"] == ({"second": 2}, ())
-    assert found["a"].members == tuple(members)
+    entries, torn = Journal(tmp_path / "new").read()
+    assert set(entries) == {"a", "b"} and torn == []
+    assert entries["a"].head == {"x": [1, "y"]} and entries["b"] == ({"second": 2}, ())
+    assert entries["a"].members == tuple(members)
 
 
-def test_a_torn_entry_is_never_read(tmp_path):
-    Journal(tmp_path).write("a", {"x": 1}, full())
+def test_skips_torn_entry(tmp_path):
+    Journal(tmp_path).write("a", {"x": 1}, full_trajectories())
     [path] = tmp_path.iterdir()
-    whole = path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    cut = [whole[:n] for n in [*range(0, len(whole), 7), len(whole) - 1]]
-    for content in [*cut, bytes(flipped), whole + b"\0", bytes(len(whole))]:
+    original = path.read_bytes()
+    flipped = bytearray(original)
+    flipped[len(original) // 2] ^= 1
+    truncated = [original[:n] for n in [*range(0, len(original), 7), len(original) - 1]]
+    for content in [*truncated, bytes(flipped), original + b"\0", bytes(len(original))]:
         path.write_bytes(content)
         assert Journal(tmp_path).read() == ({}, ["a"])
-        assert Journal(tmp_path).read() == ({}, [])  # it is set aside
+        assert Journal(tmp_path).read() == ({}, [])  # the torn file is set aside
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_ignores_other_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "a.entry.new").write_bytes(b"cut off")
     assert Journal(tmp_path).read() == ({}, [])
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_all_groups_but_those_under_way_are_there_again(tmp_path):
-    buffer = GroupBuffer(CONFIG, tmp_path, "life-")
+def test_restores_all_groups_but_running_ones(tmp_path):
+    buffer = GroupBuffer(CONFIG, tmp_path, "run-")
     groups = [buffer.admit("t", i) for i in range(4)]
-    for own in groups[:2]:
-        come(buffer, own)
+    for ticket in groups[:2]:
+        finish_group(buffer, ticket)
     buffer.take(0)
     buffer.mark_trained(0)
     buffer.push(1)
     new = [buffer.admit("u", i) for i in range(2)]
-    for own in groups[2:]:
-        come(buffer, own)
+    for ticket in groups[2:]:
+        finish_group(buffer, ticket)
     batch = buffer.take(1)
-    come(buffer, new[0], version=1, rewards=[None, None])
+    finish_group(buffer, new[0], version=1, rewards=[None, None])
     assert buffer.running == 1
 
-    again = GroupBuffer(CONFIG, tmp_path, "another-")
-    assert again.run_id == "life-"
-    assert (again.step, again.version, again.waiting, again.running) == (1, 1, 2, 0)
-    assert again.accepted == {"t": 8} and again.num_started == {"t": 4, "u": 2}
-    assert again.num_admissible() == 2
-    assert again.pop_resamples() == [("u", 0), ("u", 1)] and again.pop_resamples() == []
-    assert not come(again, new[1], version=1)  # it was under way
-    assert again.take(1) == batch
-    again.mark_trained(1)
-    again.push(2)
-    names = [again.admit("u", 1), again.admit("u", 0), again.admit("u", 2)]
-    assert [(own.order, own.tries) for own in names] == [(5, 1), (4, 1), (6, 0)]
-    assert not {own.group_id for own in names} & {own.group_id for own in groups + new}
+    restored = GroupBuffer(CONFIG, tmp_path, "another-")
+    assert restored.run_id == "run-"
+    assert (restored.step, restored.version, restored.waiting, restored.running) == (1, 1, 2, 0)
+    assert restored.accepted == {"t": 8} and restored.num_started == {"t": 4, "u": 2}
+    assert restored.num_admissible() == 2
+    assert restored.pop_resamples() == [("u", 0), ("u", 1)] and restored.pop_resamples() == []
+    assert not finish_group(restored, new[1], version=1)  # it was running
+    assert restored.take(1) == batch
+    restored.mark_trained(1)
+    restored.push(2)
+    tickets = [restored.admit("u", 1), restored.admit("u", 0), restored.admit("u", 2)]
+    assert [(ticket.order, ticket.tries) for ticket in tickets] == [(5, 1), (4, 1), (6, 0)]
+    assert not {ticket.group_id for ticket in tickets} & {
+        ticket.group_id for ticket in groups + new
+    }
     assert GroupBuffer(CONFIG, tmp_path).waiting == 0
 
 
-def test_lost_records_stay_lost(tmp_path):
+def test_restores_loss_of_records(tmp_path):
     config = BufferConfig(group=3, batch_groups=1, max_staleness=1)
     buffer = GroupBuffer(config, tmp_path)
-    admitted = [buffer.admit("t", i) for i in range(2)]
-    for ticket in admitted:
+    tickets = [buffer.admit("t", i) for i in range(2)]
+    for ticket in tickets:
         buffer.put(ticket.group_id, group(ticket, [[0]] * 3))
-    [taken], [other] = buffer.take(0), buffer.take(1)
-    buffer.mark_lost([taken.members[0].rollout_id, *(m.rollout_id for m in other.members[:2])])
-    again = GroupBuffer(config, tmp_path)
-    assert again.pop_resamples() == [("t", 1)] and again.take(0) == buffer.take(0)
-    [repaired] = again.take(0)
-    assert repaired.members == (*taken.members[1:], taken.members[1])
+    [batch_group], [other] = buffer.take(0), buffer.take(1)
+    buffer.mark_lost(
+        [batch_group.members[0].rollout_id, *(m.rollout_id for m in other.members[:2])]
+    )
+    restored = GroupBuffer(config, tmp_path)
+    assert restored.pop_resamples() == [("t", 1)] and restored.take(0) == buffer.take(0)
+    [repaired] = restored.take(0)
+    assert repaired.members == (*batch_group.members[1:], batch_group.members[1])
 
 
-def test_what_was_lost_stays_lost(tmp_path):
+def test_restores_rollback(tmp_path):
     buffer = GroupBuffer(BufferConfig(group=3, batch_groups=1, max_staleness=2), tmp_path)
     for step in range(2):
-        own = buffer.admit("t", step)
-        buffer.put(own.group_id, group(own, [[step]] * 3))
+        ticket = buffer.admit("t", step)
+        buffer.put(ticket.group_id, group(ticket, [[step]] * 3))
         buffer.take(step)
         buffer.mark_trained(step)
         buffer.push(step + 1)
-    own = buffer.admit("t", 2)
-    buffer.put(own.group_id, group(own, [[2], [1], [1]], [9.0, 1.0, 0.0]))
+    ticket = buffer.admit("t", 2)
+    buffer.put(ticket.group_id, group(ticket, [[2], [1], [1]], [9.0, 1.0, 0.0]))
     other = buffer.admit("t", 3)
     buffer.put(other.group_id, group(other, [[1]] * 3))
     buffer.begin(1, 1)
-    again = GroupBuffer(BufferConfig(group=3, batch_groups=1, max_staleness=2), tmp_path)
-    batches = [again.take(1), again.take(2)]
-    assert [own.number for [own] in batches] == [2, 3]
+    restored = GroupBuffer(BufferConfig(group=3, batch_groups=1, max_staleness=2), tmp_path)
+    batches = [restored.take(1), restored.take(2)]
+    assert [batch_group.number for [batch_group] in batches] == [2, 3]
     assert batches[0][0].baseline == (1.0, 0.0)
 
 
-def test_a_lease_is_later_than_all_before_it(tmp_path):
+def test_lease_is_larger_than_all_earlier_ones(tmp_path):
     buffer = GroupBuffer(CONFIG, tmp_path)
     assert buffer.lease == 0
-    found = []
-    for least in (0, 0, 7, 7, 3):
+    leases = []
+    for min_lease in (0, 0, 7, 7, 3):
         buffer = GroupBuffer(CONFIG, tmp_path)
-        buffer.begin(0, 0, min_lease=least)
-        found.append(buffer.lease)
-    assert found == [1, 2, 7, 8, 9] and GroupBuffer(CONFIG, tmp_path).lease == 9
+        buffer.begin(0, 0, min_lease=min_lease)
+        leases.append(buffer.lease)
+    assert leases == [1, 2, 7, 8, 9] and GroupBuffer(CONFIG, tmp_path).lease == 9
 
 
-def test_a_group_that_is_torn_is_missed_and_no_other(tmp_path):
+def test_torn_entry_loses_only_its_group(tmp_path):
     buffer = GroupBuffer(CONFIG, tmp_path)
     groups = [buffer.admit("t", i) for i in range(4)]
-    for own in groups:
-        come(buffer, own)
+    for ticket in groups:
+        finish_group(buffer, ticket)
     buffer.take(0)
     path = tmp_path / "000000000001.entry"
     path.write_bytes(path.read_bytes()[:-1])
-    again = GroupBuffer(CONFIG, tmp_path)
-    assert again.metrics()["groups/torn"] == 1 and again.waiting == 3
-    # The batch that it was in is made anew.
-    assert [own.number for own in again.take(0)] == [0, 2]
-    assert again.admit("t", 4).order == 4
+    restored = GroupBuffer(CONFIG, tmp_path)
+    assert restored.metrics()["groups/torn"] == 1 and restored.waiting == 3
+    # The batch that held it is completed with another group.
+    assert [batch_group.number for batch_group in restored.take(0)] == [0, 2]
+    assert restored.admit("t", 4).order == 4
 
 
-def test_a_journal_without_state_or_of_another_config_is_refused(tmp_path):
+def test_rejects_journal_without_state_or_of_other_config(tmp_path):
     buffer = GroupBuffer(CONFIG, tmp_path)
-    come(buffer, buffer.admit("t", 0))
+    finish_group(buffer, buffer.admit("t", 0))
     for name, other in {"group": 4, "batch_groups": 3, "max_staleness": 2}.items():
-        was = getattr(CONFIG, name)
-        with pytest.raises(ValueError, match=f"is of {name}={was}, not {other}; take that"):
+        original = getattr(CONFIG, name)
+        with pytest.raises(ValueError, match=f"is of {name}={original}, not {other}; take that"):
             GroupBuffer(dataclasses.replace(CONFIG, **{name: other}), tmp_path)
     assert GroupBuffer(dataclasses.replace(CONFIG, pacing=False), tmp_path).waiting == 1
     (tmp_path / "state.entry").write_bytes(b"torn")
@@ -175,62 +182,66 @@ def test_a_journal_without_state_or_of_another_config_is_refused(tmp_path):
 
 
 class Killed(BaseException):
-    """The process is no more."""
+    """Raised where the process is killed."""
 
 
-class Story:
-    """A trainer with one service, told to a buffer that is killed at a given change of the disk.
+class KilledRun:
+    """Trainer and one service with a buffer that is killed at a given change of the disk.
 
-    What the trainer and the services did is remembered, what the orchestrator knew is not.
+    The trainer and the service remember what they did; the buffer knows only its journal.
+
+    left: number of the disk change at which the process is killed.
     """
 
-    def __init__(self, folder, left, monkeypatch):
-        self.folder, self.left = folder, left
+    def __init__(self, folder, num_changes_left, monkeypatch):
+        self.folder, self.num_changes_left = folder, num_changes_left
         self.step, self.crashed, self.trained, self.killed = 0, False, [], False
         for name in ("replace", "unlink"):
-            monkeypatch.setattr(*self._dies_in(name))
+            monkeypatch.setattr(*self._kill_in(name))
 
-    def _dies_in(self, name):
-        where = pathlib.Path if name == "unlink" else os
-        real = getattr(where, name)
+    def _kill_in(self, name):
+        """Returns the arguments of setattr that make a function of the file system die."""
+        owner = pathlib.Path if name == "unlink" else os
+        real = getattr(owner, name)
 
-        def act(*args, **more):
-            self.left -= 1
-            if self.left == 0:
+        def change(*args, **options):
+            self.num_changes_left -= 1
+            if self.num_changes_left == 0:
                 self.killed = True
                 raise Killed
-            return real(*args, **more)
+            return real(*args, **options)
 
-        return where, name, act
+        return owner, name, change
 
-    def tell(self):
+    def run(self):
+        """Runs until the trainer has done 6 updates, with a new buffer after the kill."""
         buffer = None
         for _ in range(20):
             if self.step == 6:
                 return
             try:
                 buffer = buffer or GroupBuffer(CONFIG, self.folder)
-                self._go_on(buffer)
+                self._train_step(buffer)
             except Killed:
                 buffer = None
-        raise AssertionError(f"it has come to step {self.step} and no further")
+        raise AssertionError(f"the run stays at step {self.step}")
 
-    def _go_on(self, buffer):
-        """As far as the next update."""
+    def _train_step(self, buffer):
+        """Runs up to the next update."""
         if buffer.step < self.step:
             buffer.mark_trained(self.step - 1)
         if buffer.version < self.step:
             buffer.push(self.step)
-        due = buffer.pop_resamples()
+        resamples = buffer.pop_resamples()
         for _ in range(10):
             while buffer.num_admissible():
-                number = due.pop(0)[1] if due else buffer.num_started.get("t", 0)
-                own = buffer.admit("t", number)
-                # Of each third number the first group fails.
-                failed = number % 3 == 2 and own.tries == 0
-                assert own.tries < 5
-                come(buffer, own, buffer.version, [None, None] if failed else None)
-                due += buffer.pop_resamples()
+                number = resamples.pop(0)[1] if resamples else buffer.num_started.get("t", 0)
+                ticket = buffer.admit("t", number)
+                # The first group of each third number fails.
+                has_failed = number % 3 == 2 and ticket.tries == 0
+                assert ticket.tries < 5
+                finish_group(buffer, ticket, buffer.version, [None, None] if has_failed else None)
+                resamples += buffer.pop_resamples()
             batch = buffer.take(self.step)
             if batch is not None:
                 break
@@ -239,34 +250,54 @@ class Story:
             self.crashed = True
             buffer.begin(3, 3)
             return
-        self.trained += [(own.group_id, own.number) for own in batch]
+        self.trained += [(g.group_id, g.number) for g in batch]
         self.step += 1
         buffer.mark_trained(self.step - 1)
         buffer.push(self.step)
 
 
-def test_whenever_it_is_killed_nothing_is_lost_or_learnt_from_twice(tmp_path, monkeypatch):
-    for stories in range(1, 500):
-        with monkeypatch.context() as patch:
-            story = Story(tmp_path / str(stories), stories, patch)
-            story.tell()
-        buffer = GroupBuffer(CONFIG, story.folder)
-        buffer.mark_trained(5)  # who got no answer says it again
-        after = GroupBuffer(CONFIG, story.folder)
-        ids, numbers = [list(own) for own in zip(*story.trained)]
+def test_kill_at_any_moment_loses_and_repeats_nothing(tmp_path, monkeypatch):
+    for kill_at in range(1, 500):
+        with monkeypatch.context() as patcher:
+            run = KilledRun(tmp_path / str(kill_at), kill_at, patcher)
+            run.run()
+        buffer = GroupBuffer(CONFIG, run.folder)
+        buffer.mark_trained(5)  # a trainer without a response repeats its report
+        after = GroupBuffer(CONFIG, run.folder)
+        ids, numbers = [list(column) for column in zip(*run.trained)]
         assert len({*ids}) == len(ids) == 12 and len({*numbers}) == 12
         assert (buffer.step, after.step) == (6, 6)
-        owed = len(after.pop_resamples())
-        assert after.num_started == {"t": 12 + after.waiting + owed}
-        most = (1 + after.version - 6 + 1) * 2 - after.waiting
-        assert after.num_admissible() == most
-        if not story.killed:
+        num_resamples = len(after.pop_resamples())
+        assert after.num_started == {"t": 12 + after.waiting + num_resamples}
+        max_admissible = (1 + after.version - 6 + 1) * 2 - after.waiting
+        assert after.num_admissible() == max_admissible
+        if not run.killed:
             break
-    assert stories > 50
+    assert kill_at > 50
 
 
-def test_the_text_of_an_entry_is_json_that_people_can_read(tmp_path):
+def test_entry_is_readable_json(tmp_path):
     GroupBuffer(CONFIG, tmp_path).admit("sums", 3)
     content = (tmp_path / "000000000000.entry").read_bytes()
-    said = json.loads(content[content.index(b"{") :])
-    assert said["head"]["ticket"]["task"] == "sums"
+    entry = json.loads(content[content.index(b"{") :])
+    assert entry["head"]["ticket"]["task"] == "sums"
+
+
+@pytest.mark.parametrize("copy", ["000000000007", "000000000000", "old"])
+def test_rejects_copied_or_renamed_entries(tmp_path, copy):
+    buffer = GroupBuffer(CONFIG, tmp_path)
+    for number in range(2):
+        finish_group(buffer, buffer.admit("t", number))
+    content = (tmp_path / "000000000001.entry").read_bytes()
+    (tmp_path / f"{copy}.entry").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=f"entry '{copy}', which is that of 000000000001; somebody copied"
+    ):
+        GroupBuffer(CONFIG, tmp_path)
+
+
+def test_rejects_foreign_entry(tmp_path):
+    finish_group(GroupBuffer(CONFIG, tmp_path), Ticket(group_id="unknown"))
+    (tmp_path / "old.entry").write_bytes(b"text")
+    with pytest.raises(ValueError, match="entry 'old', which is that of no group"):
+        GroupBuffer(CONFIG, tmp_path)

@@ -1,4 +1,4 @@
-"""The buffer's promises in virtual time, with heavy-tailed delays and everything that dies, over hundreds of groups."""
+"""Guarantees of the buffer in virtual time, with heavy-tailed delays and crashes, over hundreds of groups."""
 
 import gc
 import tracemalloc
@@ -10,14 +10,15 @@ from glm5_jax.rl.orchestrator.group_buffer import BufferConfig, GroupBuffer
 from tests.rl.simulated import Simulation, group, pace_of
 
 
-def check_nothing_is_lost_or_twice(run):
-    run.buffer.mark_trained(run.step - 1)  # which may be under way
-    trained = [own for _, batch in run.batches for own in batch]
-    assert len({own.group_id for own in trained}) == len(trained)
-    assert len({own.number for own in trained}) == len(trained)
-    given_up = run.buffer.metrics()["groups/given_up"]
-    there = run.buffer.waiting + run.buffer.running + run.owed() + given_up
-    assert run.buffer.num_started == {"t": len(trained) + there}
+def check_each_group_is_trained_once(run):
+    """Checks that no group is lost, and none is trained on twice."""
+    run.buffer.mark_trained(run.step - 1)  # the report of the last step may still be on its way
+    trained = [group for _, batch in run.batches for group in batch]
+    assert len({group.group_id for group in trained}) == len(trained)
+    assert len({group.number for group in trained}) == len(trained)
+    num_given_up = run.buffer.metrics()["groups/given_up"]
+    num_outstanding = run.buffer.waiting + run.buffer.running + run.num_to_resample() + num_given_up
+    assert run.buffer.num_started == {"t": len(trained) + num_outstanding}
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -26,16 +27,16 @@ def check_nothing_is_lost_or_twice(run):
     group=st.integers(1, 5),
     batch=st.integers(1, 6),
     max_staleness=st.integers(0, 4),
-    every=st.integers(1, 3),
+    push_every=st.integers(1, 3),
     max_running=st.integers(1, 40),
     pacing=st.booleans(),
     fail=st.sampled_from([0.0, 0.1, 0.4]),
     cancel=st.sampled_from([0.0, 0.1]),
 )
-def test_no_batch_is_too_old_and_all_come_whatever_the_delays(
-    seed, group, batch, max_staleness, every, max_running, pacing, fail, cancel
+def test_batches_are_complete_and_fresh_under_any_delays(
+    seed, group, batch, max_staleness, push_every, max_running, pacing, fail, cancel
 ):
-    staleness = max(max_staleness, every - 1)
+    staleness = max(max_staleness, push_every - 1)
     config = BufferConfig(
         group=group,
         batch_groups=batch,
@@ -44,75 +45,79 @@ def test_no_batch_is_too_old_and_all_come_whatever_the_delays(
         pacing=pacing,
         max_tries=1000,
     )
-    run = Simulation(config, seed, every=every, fail=fail, cancel=cancel).run(20)
+    run = Simulation(config, seed, push_every=push_every, fail=fail, cancel=cancel).run(20)
     assert [step for step, _ in run.batches] == list(range(20))
-    check_nothing_is_lost_or_twice(run)
+    check_each_group_is_trained_once(run)
     if pacing:
         assert run.buffer.metrics()["members/stale"] == 0
 
 
-def few(seeds, count=1):
-    """The seeds, all but the first few of which are slow."""
-    return [pytest.param(i, marks=[pytest.mark.slow] * (i >= count)) for i in range(seeds)]
+def seeds_of(seeds, count=1):
+    """Returns parameters of seeds; all but the first `count` are slow."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= count)) for seed in range(seeds)]
 
 
 @pytest.mark.parametrize("pacing", [True, False])
-@pytest.mark.parametrize("seed", few(6))
-def test_keeps_promises_when_programs_die_and_records_are_lost(tmp_path, seed, pacing):
+@pytest.mark.parametrize("seed", seeds_of(6))
+def test_keeps_guarantees_when_programs_die_and_records_are_lost(tmp_path, seed, pacing):
     config = BufferConfig(
         group=3, batch_groups=4, max_staleness=2, max_running=30, pacing=pacing, max_tries=1000
     )
-    more = {"fail": 0.1, "cancel": 0.05, "crash": 0.2, "kill": 0.1, "lose": 0.1}
-    run = Simulation(config, seed, tmp_path, **more).run(40)
-    assert len(run.went_back) >= 3 and run.lost
-    check_nothing_is_lost_or_twice(run)
+    failures = {"fail": 0.1, "cancel": 0.05, "crash": 0.2, "kill": 0.1, "lose": 0.1}
+    run = Simulation(config, seed, tmp_path, **failures).run(40)
+    assert len(run.rollbacks) >= 3 and run.lost
+    check_each_group_is_trained_once(run)
 
 
-def of_slow_and_fast(pacing, seed):
-    """Of the slowest tenth of the first 600 task numbers and of the fastest half: the shares that 100 updates on 8 groups
-    each had learnt from; and how many groups were dropped."""
+def trained_shares(pacing, seed):
+    """Trains 100 updates of 8 groups, and returns ([slow share, fast share], number of dropped groups).
+
+    The shares are the parts that were trained on, of the slowest tenth and of the fastest half of the first 600 task
+    numbers.
+    """
     run = Simulation(
         BufferConfig(group=4, batch_groups=8, max_staleness=2, max_running=64, pacing=pacing), seed
     ).run(100)
-    trained = {own.number for _, batch in run.batches for own in batch}
+    trained = {group.number for _, batch in run.batches for group in batch}
     by_pace = sorted(range(600), key=pace_of)
     slow, fast = by_pace[540:], by_pace[:300]
-    return [len(trained & {*own}) / len(own) for own in (slow, fast)], len(run.dropped)
+    shares = [len(trained & {*numbers}) / len(numbers) for numbers in (slow, fast)]
+    return shares, len(run.dropped)
 
 
-@pytest.mark.parametrize("seed", few(3))
-def test_slow_groups_are_left_out_without_pacing_alone(seed):
-    (slow, fast), dropped = of_slow_and_fast(False, seed)
+@pytest.mark.parametrize("seed", seeds_of(3))
+def test_only_pacing_trains_on_all_slow_groups(seed):
+    (slow, fast), dropped = trained_shares(False, seed)
     assert slow < 0.95 and fast == 1 and dropped > 100
-    assert of_slow_and_fast(True, seed) == ([1, 1], 0)
+    assert trained_shares(True, seed) == ([1, 1], 0)
 
 
-def test_bound_0_is_the_synchronous_trainer():
+def test_zero_staleness_trains_in_order_of_admission():
     run = Simulation(BufferConfig(group=2, batch_groups=4, max_staleness=0, max_running=64), 0).run(
         30
     )
     assert run.buffer.metrics()["staleness/histogram"] == {0: 30 * 4 * 2}
     assert all(
-        [own.number for own in batch] == list(range(4 * step, 4 * step + 4))
+        [group.number for group in batch] == list(range(4 * step, 4 * step + 4))
         for step, batch in run.batches
     )
 
 
 @pytest.mark.slow
-def test_what_was_trained_on_is_forgotten():
-    """Memory is that of what is outstanding: the same after 800 groups as after 200."""
+def test_memory_does_not_grow_with_trained_groups():
+    """Memory follows the outstanding groups: it is the same after 800 groups as after 200."""
     buffer = GroupBuffer(BufferConfig(group=1, batch_groups=8, max_staleness=2))
     tracemalloc.start()
     try:
         sizes = []
         for step in range(100):
             while buffer.num_admissible():
-                own = buffer.admit("t", step)
-                failed = own.order % 10 == 0 and own.tries == 0
-                buffer.put(own.group_id, group(own, [[step]], [None if failed else 1.0]))
-                if failed:
+                ticket = buffer.admit("t", step)
+                has_failed = ticket.order % 10 == 0 and ticket.tries == 0
+                buffer.put(ticket.group_id, group(ticket, [[step]], [None if has_failed else 1.0]))
+                if has_failed:
                     buffer.admit(*buffer.pop_resamples()[0])
-                    buffer.cancel(f"{own.order}-1", should_resample=False)
+                    buffer.cancel(f"{ticket.order}-1", should_resample=False)
             assert len(buffer.take(step)) == 8
             buffer.mark_trained(step)
             buffer.push(step + 1)

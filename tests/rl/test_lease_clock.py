@@ -1,4 +1,4 @@
-"""Leases of a clock that was days ahead and is set back: they are replaced, and the run goes on."""
+"""Leases of a clock that was days ahead and is then set back: they are replaced, and the run continues."""
 
 import json
 import time
@@ -17,43 +17,43 @@ DAYS = 3 * 24 * 3600
 @pytest.fixture
 def clock(monkeypatch):
     """Returns a function that sets the time of day ahead, in seconds."""
-    real, ahead = time.time, [0.0]
-    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+    real, ahead_s = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s[0])
 
     def set_ahead(seconds):
-        ahead[0] = seconds
+        ahead_s[0] = seconds
 
     return set_ahead
 
 
-def test_gives_lease_of_clock_that_was_set_back():
+def test_buffer_replaces_lease_after_clock_was_set_back():
     buffer = GroupBuffer(BufferConfig())
     now = 1_700_000_000_000
     buffer.begin(0, 0, min_lease=now + 1000 * DAYS)
     buffer.begin(0, 0, min_lease=now)
     assert buffer.lease == now
-    buffer.begin(0, 0, min_lease=now - 5000)  # by seconds it is later all the same
+    buffer.begin(0, 0, min_lease=now - 5000)  # five seconds earlier still means the next lease
     assert buffer.lease == now + 1
 
 
-def test_gateway_replaces_lease_of_clock_that_was_set_back(clock, engine):
+def test_gateway_replaces_lease_after_clock_was_set_back(clock, engine):
     with gateway(engine) as url:
 
-        def want(lease, version):
+        def require_weights(lease, version):
             body = json.dumps({"lease": lease, "version": version}).encode()
             with Client(url).open("/weights", body) as answer:
                 return json.load(answer)["lease"]
 
         clock(DAYS)
-        late = int(1e3 * time.time())
-        assert want(late, 7) == late
+        future_lease = int(1e3 * time.time())
+        assert require_weights(future_lease, 7) == future_lease
         clock(0)
         now = int(1e3 * time.time())
-        assert want(now, 0) == now
-        assert want(now - 1, 5) == now
+        assert require_weights(now, 0) == now
+        assert require_weights(now - 1, 5) == now
 
 
-def test_run_goes_on_after_clock_was_set_back(clock, stack, gate):
+def test_run_continues_after_clock_was_set_back(clock, stack, gate):
     clock(DAYS)
     fleet = Fleet(stack, gate).begin()
     fleet.train()
@@ -61,7 +61,7 @@ def test_run_goes_on_after_clock_was_set_back(clock, stack, gate):
     assert len(fleet.train(2)) == 8
 
 
-def test_orchestrator_has_trainer_begin_again(clock):
+def test_orchestrator_makes_trainer_begin_again(clock):
     with Orchestrator(orchestrator_config("http://127.0.0.1:9")).running() as url:
         clock(DAYS)
         ENGINE.version = 0

@@ -1,4 +1,4 @@
-"""Reinforcement learning and its stages with adapters: what is trained, sampled with, saved and continued."""
+"""RL stages with adapters: which leaves are trained, sampled with, saved and continued."""
 
 import dataclasses
 import json
@@ -18,7 +18,13 @@ from glm5_jax.rl.config import EvaluationConfig, RlConfig
 from glm5_jax.rl.trainers.sync_trainer import SyncRlTrainer, TaskSuite
 from glm5_jax.rl.types import Task
 from glm5_jax.training.loop import TrainConfig
-from tests.rl.small_stage import COMMON, TOKENIZER, InTurn, likes_low_bytes, shared
+from tests.rl.small_stage import (
+    COMMON,
+    TOKENIZER,
+    SequentialTasks,
+    reward_low_bytes,
+    shared_train_step,
+)
 
 BASE = COMMON["model"]
 TASKS = [
@@ -34,6 +40,7 @@ def checkpoint(tmp_path_factory):
 
 
 def save_run(folder, cfg):
+    """Saves a checkpoint of random weights in a run folder, and returns the folder."""
     params = glm5.init_params(cfg, jax.random.key(1))
     state = {
         "params": params,
@@ -49,6 +56,7 @@ def save_run(folder, cfg):
 
 
 def config(checkpoint, **changes):
+    """Returns the config of an RL stage with adapters."""
     options = COMMON | dict(
         name="rl",
         model=dataclasses.replace(BASE, lora=ADAPTERS),
@@ -61,13 +69,14 @@ def config(checkpoint, **changes):
 
 
 def stage(config, workdir):
-    suite = TaskSuite(tasks=InTurn(TASKS), held_out={}, verify=likes_low_bytes)
-    return SyncRlTrainer(config, workdir, suite, step_maker=shared)
+    """Returns the trainer of a config."""
+    suite = TaskSuite(tasks=SequentialTasks(TASKS), held_out={}, verify=reward_low_bytes)
+    return SyncRlTrainer(config, workdir, suite, step_maker=shared_train_step)
 
 
-def test_takes_model_and_tokenizer_of_checkpoint(checkpoint, tmp_path, one_device):
-    other = dataclasses.replace(BASE, num_hidden_layers=3, hidden_size=24, lora=ADAPTERS)
-    trainer = stage(config(checkpoint, model=other), tmp_path / "run")
+def test_uses_model_and_tokenizer_of_checkpoint(checkpoint, tmp_path, one_device):
+    larger = dataclasses.replace(BASE, num_hidden_layers=3, hidden_size=24, lora=ADAPTERS)
+    trainer = stage(config(checkpoint, model=larger), tmp_path / "run")
     expected = dataclasses.replace(BASE, lora=ADAPTERS)
     ids = {"eos_token_id": trainer.tokenizer.eos_ids, "pad_token_id": trainer.tokenizer.pad_id}
     assert trainer.config.model == dataclasses.replace(expected, **ids)
@@ -75,12 +84,12 @@ def test_takes_model_and_tokenizer_of_checkpoint(checkpoint, tmp_path, one_devic
     trainer.close()
 
 
-def test_rejects_model_of_no_checkpoint(tmp_path, one_device):
+def test_rejects_missing_checkpoint(tmp_path, one_device):
     with pytest.raises(ValueError, match="give --experiment.checkpoint=PATH"):
         stage(dataclasses.replace(config("x"), checkpoint=None), tmp_path / "run")
 
 
-def test_rejects_targets_without_form_of_peft(checkpoint, tmp_path, one_device):
+def test_rejects_targets_that_peft_cannot_express(checkpoint, tmp_path, one_device):
     half = dataclasses.replace(BASE, lora=LoraConfig(rank=2, targets=("/attn/k_b$",)))
     with pytest.raises(ValueError, match="PEFT's form has all of them or none"):
         stage(config(checkpoint, model=half), tmp_path / "run")
@@ -93,13 +102,13 @@ def test_loads_base_of_new_adapters_in_compute_dtype(checkpoint):
     assert params.keys() == flatten(glm5.abstract_params(BASE)).keys()
 
 
-def test_merges_adapters_of_a_run_unless_they_are_continued(tmp_path):
+def test_merges_adapters_unless_they_are_continued(tmp_path):
     cfg = dataclasses.replace(BASE, lora=ADAPTERS)
     run = save_run(tmp_path / "run", cfg)
-    held = flatten(models.open_weights(run, cfg)())
+    continued = flatten(models.open_weights(run, cfg)())
     saved = flatten(glm5.init_params(cfg, jax.random.key(1)))
-    assert all(np.array_equal(x, saved[path]) for path, x in held.items())
-    assert held.keys() == saved.keys()
+    assert all(np.array_equal(x, saved[path]) for path, x in continued.items())
+    assert continued.keys() == saved.keys()
     merged = flatten(models.open_weights(run, BASE)())
     assert merged.keys() == flatten(glm5.abstract_params(BASE)).keys()
     assert models.load_model(run).cfg == models.read_config(run)[0] == BASE
@@ -124,7 +133,7 @@ def test_trains_and_samples_with_adapters(checkpoint, tmp_path, one_device):
     for path, x in flatten(glm5.params_of(merged)).items():
         np.testing.assert_array_equal(x, merged[path], err_msg=path)
     # It resumes, and writes its adapter again.
-    more = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, steps=3))
-    stage(more, tmp_path / "run").run()
-    _, later = load_adapter(tmp_path / "run" / "adapter", cfg)
-    assert not all(np.array_equal(x, leaves[path]) for path, x in later.items())
+    longer = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, steps=3))
+    stage(longer, tmp_path / "run").run()
+    _, resumed = load_adapter(tmp_path / "run" / "adapter", cfg)
+    assert not all(np.array_equal(x, leaves[path]) for path, x in resumed.items())

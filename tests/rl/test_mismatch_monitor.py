@@ -1,4 +1,4 @@
-"""Engine and learner are compared in every step: exactly alike, or the run ends and says why."""
+"""Engine and trainer are compared in every step: they are equal, or the run ends with the reason."""
 
 import dataclasses
 import functools
@@ -30,10 +30,10 @@ from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
-from tests.rl.small_stage import InTurn, likes_low_bytes, shared
+from tests.rl.small_stage import SequentialTasks, reward_low_bytes, shared_train_step
 from tests.rl.test_train_inference_mismatch import CFG
 
-# A dense layer and one of experts, each with an indexer; a task and its reply have more tokens than it selects.
+# One dense layer and one MoE layer, each with an indexer that selects fewer tokens than a task and its reply have.
 SPARSE = dataclasses.replace(CFG, vocab_size=292, num_hidden_layers=2, num_nextn_predict_layers=0)
 TASKS = [
     Task(id=f"t{i}", kind="any", messages=({"role": "user", "content": "abc" * i},))
@@ -63,14 +63,14 @@ def params():
 
 
 def stage(workdir):
-    suite = TaskSuite(tasks=InTurn(TASKS), held_out={}, verify=likes_low_bytes)
-    return SyncRlTrainer(CONFIG, workdir, suite, step_maker=shared)
+    suite = TaskSuite(tasks=SequentialTasks(TASKS), held_out={}, verify=reward_low_bytes)
+    return SyncRlTrainer(CONFIG, workdir, suite, step_maker=shared_train_step)
 
 
 @pytest.mark.slow
-def test_every_step_tells_that_engine_and_learner_are_one(tmp_path):
-    made = stage(tmp_path)
-    made.run()
+def test_logs_equality_of_engine_and_trainer_each_step(tmp_path):
+    trainer = stage(tmp_path)
+    trainer.run()
     rows = read(tmp_path)
     for name, value in {"key_match_rate": 1, "expert_match_rate": 1, "layer": -1, "gap": 0}.items():
         assert column(rows, f"mismatch/{name}") == ([1, 2, 3], [value] * 3), name
@@ -82,19 +82,19 @@ def test_every_step_tells_that_engine_and_learner_are_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_that_keeps_its_first_weights_ends_the_run(tmp_path, monkeypatch):
-    """Before anything is learnt from what it sampled with them."""
+def test_stops_if_engine_keeps_old_weights(tmp_path, monkeypatch):
+    """The run ends before it trains on samples of the old weights."""
 
-    def forgetful(self, params, version, policy="finish"):
+    def ignore_weights(self, params, version, policy="finish"):
         self.version = version
 
-    monkeypatch.setattr(Engine, "update_weights", forgetful)
+    monkeypatch.setattr(Engine, "update_weights", ignore_weights)
     with pytest.raises(TrainingStopped, match="mismatch/gap is .*, more than 3.81e-06.*no check"):
         stage(tmp_path).run()
     assert column(read(tmp_path), "mismatch/key_match_rate") == ([1], [1.0])
 
 
-def test_a_run_that_was_stopped_may_go_on_with_other_limits(tmp_path):
+def test_resumes_with_other_limits(tmp_path):
     write_config(tmp_path, CONFIG)
     check_resume(
         tmp_path,
@@ -109,9 +109,9 @@ def test_a_run_that_was_stopped_may_go_on_with_other_limits(tmp_path):
         check_resume(tmp_path, dataclasses.replace(CONFIG, length=65))
 
 
-def record(given, *sampled):
-    """So many tokens that were given, then replies of so many with one given token between them."""
-    logp = [np.nan] * given
+def record(num_prompt_tokens, *sampled):
+    """Returns a record of a prompt and of replies with these lengths, with one token between two replies."""
+    logp = [np.nan] * num_prompt_tokens
     for count in sampled:
         logp += [*-np.arange(1.0, count + 1), np.nan]
     logp = np.asarray(logp[:-1] if sampled else logp)
@@ -121,28 +121,28 @@ def record(given, *sampled):
 @pytest.mark.parametrize(
     "attempts, lengths", [(0, []), (1, [9]), (2, [9, 3]), (3, [9, 5, 3]), (9, [9, 8, 6, 5, 4, 3])]
 )
-def test_attempts_of_all_lengths_are_compared_the_longest_first(attempts, lengths):
+def test_selects_attempts_of_all_lengths_longest_first(attempts, lengths):
     records = [record(1, n - 1) for n in (4, 9, 3, 5, 8, 6)] + [record(20)]
     config = MismatchConfig(attempts=attempts)
-    assert [len(one) for one in select_records(records, config)] == lengths
-    assert [len(one) for one in select_records(records[::-1], config)] == lengths
+    assert [len(selected) for selected in select_records(records, config)] == lengths
+    assert [len(selected) for selected in select_records(records[::-1], config)] == lengths
 
 
-def test_of_a_long_attempt_the_last_tokens_are_read_one_by_one():
-    one = record(3, 4, 2)
+def test_limits_compared_tokens_to_last_ones():
+    attempt = record(3, 4, 2)
     nan = np.nan
-    for tokens, want in {
+    for tokens, expected in {
         1: [nan] * 9 + [-2],
         3: [nan] * 6 + [-4, nan, -1, -2],
-        6: one.rollout_logp,
-        99: one.rollout_logp,
+        6: attempt.rollout_logp,
+        99: attempt.rollout_logp,
     }.items():
-        [late] = select_records([one], MismatchConfig(tokens=tokens))
-        np.testing.assert_array_equal(late.rollout_logp, want)
-        np.testing.assert_array_equal(late.token_ids, one.token_ids)
+        [selected] = select_records([attempt], MismatchConfig(tokens=tokens))
+        np.testing.assert_array_equal(selected.rollout_logp, expected)
+        np.testing.assert_array_equal(selected.token_ids, attempt.token_ids)
 
 
-ALIKE = {
+EQUAL = {
     "gap": 0.0,
     "logp_mean": 0.0,
     "recorded_mean": 0.0,
@@ -152,7 +152,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize(
-    "name, just, beyond, words",
+    "name, allowed, beyond, message",
     [
         ("gap", 0.5, 0.51, "gap is 0.51, more than 0.5"),
         ("logp_mean", 0.2, 0.21, "logp_mean is 0.21, more than 0.2"),
@@ -161,18 +161,18 @@ ALIKE = {
         ("expert_match_rate", 0.75, math.nan, "expert_match_rate is nan, less than 0.75"),
     ],
 )
-def test_each_limit_by_itself(name, just, beyond, words):
-    def faults(value):
-        told = {f"mismatch/{key}": x for key, x in (ALIKE | {name: value}).items()}
-        return exceeded_limits(told, MismatchConfig(max_gap_eps=4.0), 0.125)
+def test_reports_each_exceeded_limit(name, allowed, beyond, message):
+    def messages_of(value):
+        metrics = {f"mismatch/{key}": x for key, x in (EQUAL | {name: value}).items()}
+        return exceeded_limits(metrics, MismatchConfig(max_gap_eps=4.0), 0.125)
 
-    assert faults(just) == []
-    assert faults(beyond) == [f"mismatch/{words}"]
+    assert messages_of(allowed) == []
+    assert messages_of(beyond) == [f"mismatch/{message}"]
 
 
-def test_a_model_that_chooses_nothing_is_judged_by_its_log_probs():
-    told = {"mismatch/gap": 0.0, "mismatch/logp_mean": 0.3, "mismatch/recorded_mean": 0.0}
-    assert exceeded_limits(told, MismatchConfig(), 1.0) == [
+def test_model_without_choices_is_checked_by_log_probs():
+    metrics = {"mismatch/gap": 0.0, "mismatch/logp_mean": 0.3, "mismatch/recorded_mean": 0.0}
+    assert exceeded_limits(metrics, MismatchConfig(), 1.0) == [
         "mismatch/logp_mean is 0.3, more than 0.2"
     ]
 
@@ -186,16 +186,16 @@ def test_a_model_that_chooses_nothing_is_judged_by_its_log_probs():
         ("bfloat16", {"latent_cache": "fp8"}, 1 / 8),
     ],
 )
-def test_rounding_is_that_of_the_coarsest_number(dtype, options, precision):
+def test_precision_is_that_of_coarsest_dtype(dtype, options, precision):
     cfg = dataclasses.replace(SPARSE, dtype=dtype)
-    made = Engine(
+    engine = Engine(
         glm5.Glm5(cfg, params=params()), config=EngineConfig(page_size=8, max_num_seqs=1, **options)
     )
-    assert precision_of(made.computation) == precision
+    assert precision_of(engine.computation) == precision
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         ({"attempts": -1}, "attempts is -1; it must be at least 0"),
         ({"tokens": 0}, "tokens is 0; it must be at least 1"),
@@ -204,37 +204,37 @@ def test_rounding_is_that_of_the_coarsest_number(dtype, options, precision):
         ({"min_match_rate": 1.5}, "min_match_rate is 1.5; it must be between 0 and 1"),
     ],
 )
-def test_limits_that_cannot_be_are_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_rejects_invalid_limits(changes, message):
+    with pytest.raises(ValueError, match=message):
         MismatchConfig(**changes)
 
 
 @pytest.mark.slow
-def test_other_lengths_compile_nothing_more():
-    made = Engine(
+def test_other_lengths_compile_no_new_programs():
+    engine = Engine(
         glm5.Glm5(SPARSE, params=params()),
         config=EngineConfig(page_size=8, max_num_seqs=1, prefill_chunk=64),
     )
     rng = np.random.default_rng(0)
 
     def compare(*sizes):
-        def drawn(given, count):
-            logp = np.where(np.arange(given + count) < given, np.nan, 0.0)
-            ids = rng.integers(0, 292, given + count)
+        def random_record(num_prompt_tokens, count):
+            logp = np.where(np.arange(num_prompt_tokens + count) < num_prompt_tokens, np.nan, 0.0)
+            ids = rng.integers(0, 292, num_prompt_tokens + count)
             return TokenRecord(token_ids=ids, loss_mask=~np.isnan(logp), rollout_logp=logp)
 
-        records = [drawn(*size) for size in sizes]
-        return check_mismatch(params(), records, made, SPARSE, config)
+        records = [random_record(*size) for size in sizes]
+        return check_mismatch(params(), records, engine, SPARSE, config)
 
     config = MismatchConfig(attempts=0)
     assert compare((4, 3)) == {}
     config = MismatchConfig(max_logp_diff=math.inf)
     assert compare((90, 20), (20, 12), (3, 2))["mismatch/key_match_rate"] == 1.0
-    found = []
+    compiled = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **more: "backend_compile" in name and found.append(name)
+        lambda name, seconds, **_options: "backend_compile" in name and compiled.append(name)
     )
     assert compare((95, 31), (9, 3), (2, 1))["mismatch/key_match_rate"] == 1.0
-    assert found == []
+    assert compiled == []
     jax.jit(lambda x: x * 2 + 3)(np.arange(3))
-    assert found  # the listener listens
+    assert compiled  # the listener works

@@ -1,4 +1,5 @@
-"""One orchestrator, one gateway and one trainer per workdir: a second one is refused before it reads or writes anything."""
+"""One orchestrator, one gateway and one trainer per workdir: a second one is refused before it reads or writes
+anything."""
 
 import dataclasses
 
@@ -14,7 +15,7 @@ from glm5_jax.runtime.folder_lock import FolderInUse, FolderLock
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.metrics import TrainingStopped
 from tests.rl.fleet import orchestrator_config
-from tests.rl.small_stage import TOKENIZER, shared
+from tests.rl.small_stage import TOKENIZER, shared_train_step
 from tests.rl.test_async_trainer import config_of
 
 NOBODY = "http://127.0.0.1:9"
@@ -31,7 +32,7 @@ def test_rejects_second_orchestrator_until_first_has_ended(tmp_path):
         pass
 
 
-def test_orchestrator_that_refuses_its_journal_lets_another_have_it(tmp_path):
+def test_releases_journal_that_orchestrator_rejects(tmp_path):
     with Orchestrator(orchestrator_config(NOBODY, journal=str(tmp_path))).running():
         pass
     with pytest.raises(ValueError, match="is of group=4"):
@@ -49,20 +50,20 @@ def test_rejects_second_gateway(tmp_path):
 def test_rejects_second_trainer(tmp_path, one_device):
     TOKENIZER.save(tmp_path / "tokenizer")
     config = config_of(str(tmp_path / "tokenizer"))
-    stage = AsyncRlTrainer(config, tmp_path, Untouched(), Untouched(), step_maker=shared)
+    stage = AsyncRlTrainer(config, tmp_path, Untouched(), Untouched(), step_maker=shared_train_step)
     with FolderLock(tmp_path), pytest.raises(TrainingStopped, match="is in use by process"):
         stage.run()
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_program_whose_port_is_taken_is_started_again(tmp_path, monkeypatch, capsys):
+def test_restarts_program_whose_port_is_in_use(tmp_path, monkeypatch, capsys):
     with Orchestrator(orchestrator_config(NOBODY)).running() as url:
         config = orchestrator_config(NOBODY, port=int(url.rpartition(":")[2]))
         assert code_of(lambda *_: Orchestrator(config), tmp_path, monkeypatch) == 1
     assert "address already in use" in capsys.readouterr().err
 
 
-def test_program_with_mistake_of_user_is_not_started_again(tmp_path, monkeypatch, capsys):
+def test_does_not_restart_program_after_user_error(tmp_path, monkeypatch, capsys):
     def make(*_):
         return Orchestrator(orchestrator_config("no url"))
 
@@ -71,11 +72,11 @@ def test_program_with_mistake_of_user_is_not_started_again(tmp_path, monkeypatch
 
 
 class Untouched:
-    """An orchestrator and a pusher of which nothing is asked."""
+    """Orchestrator and pusher that get no request."""
 
 
 def code_of(make, workdir, monkeypatch):
-    """The exit code of a program."""
+    """Returns the exit code of a program."""
     monkeypatch.setattr(servers, "SERVERS", {"orchestrator": make})
     program = ProgramConfig(role="orchestrator")
     return rl_agentic.serve(dataclasses.replace(rl_agentic.tiny(), program=program), workdir)

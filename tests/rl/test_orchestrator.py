@@ -1,5 +1,4 @@
-"""The orchestrator with real services and the real gateway, over HTTP, in front of an engine that answers at random: what comes of
-rollouts, and what people and the world outside do to it."""
+"""The orchestrator with real services and the real gateway over HTTP, and an engine that answers at random."""
 
 import asyncio
 import collections
@@ -39,21 +38,21 @@ from tests.rl.fleet import (
     ENGINE,
     Fleet,
     Sums,
+    num_sessions,
     orchestrator_config,
+    post_json,
     process,
     service_config,
-    sessions,
-    told,
     until,
 )
 
 TOKENIZER = Tokenizer.load("bytes")
 
 
-# -- what comes of rollouts ------------------------------------------------------------------------------------
+# -- groups of rollouts ------------------------------------------------------------------------------------
 
 
-def test_what_is_trained_is_what_was_sampled_in_the_chat(stack, gate):
+def test_records_match_chats(stack, gate):
     fleet = Fleet(stack, gate).begin()
     groups = fleet.train(3)
     # There is no other task, and nothing was dropped.
@@ -73,105 +72,113 @@ def test_what_is_trained_is_what_was_sampled_in_the_chat(stack, gate):
             assert record.loss_mask.sum() == 20  # of two replies
             summary = summarize_records(member.records, member.summary.digest)
             assert member.summary == summary
-            right = float(int(replies[-1]) % 2 == 0)
-            assert member.reward.value == member.reward.parts["right"] == right
+            is_even = float(int(replies[-1]) % 2 == 0)
+            assert member.reward.value == member.reward.parts["right"] == is_even
     # Every epoch has each task once.
-    assert len(set(fleet.services["sums"].places)) == len(
-        {asked.number for asked in fleet.services["sums"].seen}
+    assert len(set(fleet.services["sums"].indices)) == len(
+        {request.number for request in fleet.services["sums"].requests}
     )
 
 
 @pytest.mark.slow
-def test_the_same_seed_samples_the_same(gate):
+def test_seed_determines_samples(gate):
     def ids(seed):
         with contextlib.ExitStack() as stack:
             groups = Fleet(stack, gate, seed=seed).begin().train(2)
         return {
-            (group.order, place): member.records[0].token_ids.tolist()
+            (group.order, index): member.records[0].token_ids.tolist()
             for group in groups
-            for place, member in enumerate(group.members)
+            for index, member in enumerate(group.members)
         }
 
-    one, again, other = ids(1), ids(1), ids(2)
-    both = one.keys() & again.keys()  # which are first depends on the clock
-    assert len(both) >= 16 and all(one[name] == again[name] for name in both)
-    assert not any(one[name] == other[name] for name in one.keys() & other.keys())
-    assert len(set(map(tuple, one.values()))) == len(one)
+    samples, same_seed, other_seed = ids(1), ids(1), ids(2)
+    both = samples.keys() & same_seed.keys()  # which are first depends on the clock
+    assert len(both) >= 16 and all(samples[name] == same_seed[name] for name in both)
+    assert not any(samples[name] == other_seed[name] for name in samples.keys() & other_seed.keys())
+    assert len(set(map(tuple, samples.values()))) == len(samples)
 
 
 @pytest.mark.slow
-def test_shares_are_the_weights_and_nothing_is_left_behind(stack, gate):
+def test_shares_equal_weights_and_no_session_is_left(stack, gate):
     weights = {"a": 1, "b": 2, "c": 3}
-    fleet = Fleet(stack, gate, {name: {"weight": own} for name, own in weights.items()}).begin()
+    fleet = Fleet(
+        stack, gate, {name: {"weight": weight} for name, weight in weights.items()}
+    ).begin()
     count = collections.Counter(group.task for group in fleet.train(15))
     assert sum(count.values()) == 60
     for name, weight in weights.items():
         assert abs(count[name] - 10 * weight) <= 2
     fleet.client.pause()
     until(lambda: fleet.client.status()["running"] == 0)
-    assert sessions(gate) == 0
-    told = fleet.told("c")
-    assert told["accepted"] == 4 * told["accepted_groups"] and told["failed"] == 0
-    assert told["in_flight"] == 0 and 0 < told["reward"] < 1
+    assert num_sessions(gate) == 0
+    status = fleet.task_status("c")
+    assert status["accepted"] == 4 * status["accepted_groups"] and status["failed"] == 0
+    assert status["in_flight"] == 0 and 0 < status["reward"] < 1
 
 
 @pytest.mark.slow
-def test_no_more_groups_than_the_rate(stack, gate):
-    rate, began = 3.0, time.monotonic()
+def test_starts_groups_at_most_at_rate_of_service(stack, gate):
+    rate, start = 3.0, time.monotonic()
     fleet = Fleet(stack, gate, {"limited": {"rate": rate}, "fast": {}}).begin()
-    while fleet.told("limited")["num_drawn"] < 4:
+    while fleet.task_status("limited")["num_drawn"] < 4:
         fleet.train()
-    assert fleet.told("limited")["num_drawn"] <= rate * (time.monotonic() - began) + 1
-    assert fleet.told("fast")["num_drawn"] > 4
+    assert fleet.task_status("limited")["num_drawn"] <= rate * (time.monotonic() - start) + 1
+    assert fleet.task_status("fast")["num_drawn"] > 4
 
 
-# -- what people and signals do --------------------------------------------------------------------------------
+# -- requests of people, and signals --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_group_can_be_called_off(stack, gate, again):
+@pytest.mark.parametrize("should_resample", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_cancels_group(stack, gate, should_resample):
     fleet = Fleet(stack, gate)
-    own = fleet.services["sums"]
-    own.mode = "hangs"
+    service = fleet.services["sums"]
+    service.mode = "hangs"
     fleet.begin()
-    until(lambda: len(own.seen) == 48)
+    until(lambda: len(service.requests) == 48)
     third, *others = sorted(fleet.client.status()["groups"], key=lambda name: "-3-0" not in name)
-    fleet.client.cancel(third, again)
-    own.mode = "ok"
-    names = {f"{third}-{place}" for place in range(4)}
-    until(lambda: set(own.cancelled) >= names)
+    fleet.client.cancel(third, should_resample)
+    service.mode = "ok"
+    names = {f"{third}-{index}" for index in range(4)}
+    until(lambda: set(service.cancelled) >= names)
     for name in others:
         fleet.client.cancel(name, should_resample=True)
     groups = fleet.train(4)
     assert {group.number for group in groups} >= set(range(12)) - {3}
-    assert (3 in {group.number for group in groups}) == again
-    assert fleet.told()["cancelled_groups"] == 12
+    assert (3 in {group.number for group in groups}) == should_resample
+    assert fleet.task_status()["cancelled_groups"] == 12
     with pytest.raises(ServerError, match=f"no group '{third}' is running"):
         fleet.client.cancel(third)
     fleet.client.pause()
-    until(lambda: fleet.client.status()["running"] == 0 and sessions(gate) == 0)
+    until(lambda: fleet.client.status()["running"] == 0 and num_sessions(gate) == 0)
 
 
-class Slow(HttpServer):
-    """A gateway that begins a session later than it was asked to, whether or not who asked still waits."""
+class SlowGateway(HttpServer):
+    """Gateway that opens a session with a delay, also if the client has disconnected.
+
+    Attributes:
+      sessions: names of open sessions.
+      num_requests: number of requests for a session.
+      tasks: pending openings.
+    """
 
     def __init__(self):
         super().__init__(ListenConfig(port=0))
-        self.sessions, self.asked, self._late = set(), 0, set()
+        self.sessions, self.num_requests, self.tasks = set(), 0, set()
 
     def routes(self):
-        post = {"/sessions": self._begin, "/weights": self._ignored}
+        post = {"/sessions": self._begin, "/weights": self._ignore}
         return {"POST": post, "DELETE": {"/sessions/{id}": self._end}}
 
     async def _begin(self, request):
         name = read_json(await request.read())["id"]
-        self.asked += 1
+        self.num_requests += 1
 
-        async def later():
+        async def open_later():
             await asyncio.sleep(0.3)
             self.sessions.add(name)
 
-        self._late.add(task := asyncio.create_task(later()))
+        self.tasks.add(task := asyncio.create_task(open_later()))
         await asyncio.shield(task)
         return json_response({"id": name})
 
@@ -181,41 +188,41 @@ class Slow(HttpServer):
         self.sessions.remove(name)
         return json_response({"id": name})
 
-    async def _ignored(self, request):
+    async def _ignore(self, request):
         return json_response({})
 
 
-def test_no_session_begins_after_its_group_was_called_off(stack):
-    slow = Slow()
-    fleet = Fleet(stack, stack.enter_context(slow.running())).begin()
-    until(lambda: slow.asked == 48)
+def test_opens_no_session_after_group_is_cancelled(stack):
+    slow_gateway = SlowGateway()
+    fleet = Fleet(stack, stack.enter_context(slow_gateway.running())).begin()
+    until(lambda: slow_gateway.num_requests == 48)
     fleet.client.pause()
     for name in fleet.client.status()["groups"]:
         fleet.client.cancel(name)
     until(lambda: fleet.client.status()["running"] == 0)
-    assert all(task.done() for task in slow._late) and slow.sessions == set()
+    assert all(task.done() for task in slow_gateway.tasks) and slow_gateway.sessions == set()
 
 
-def test_a_paused_orchestrator_begins_nothing(stack, gate):
+def test_paused_orchestrator_starts_no_groups(stack, gate):
     fleet = Fleet(stack, gate)
     fleet.client.pause()
     fleet.begin()
     assert (
         fleet.client.take(0, 0.3) is None and "the orchestrator is paused" in fleet.client.blockers
     )
-    assert fleet.services["sums"].seen == []
+    assert fleet.services["sums"].requests == []
     fleet.client.pause(False)
     assert len(fleet.train()) == 4
 
 
-def test_a_service_that_is_told_to_end_ends_what_it_has_and_is_forgotten(stack, gate):
+def test_stopped_service_finishes_its_rollouts_and_leaves(stack, gate):
     fleet = Fleet(stack, gate, ["staying"])
     _, child = stack.enter_context(
         process("service", orchestrator=fleet.url, name="leaving", pause=0.3)
     )
     until(lambda: "leaving" in fleet.client.status()["tasks"])
     fleet.begin()
-    until(lambda: fleet.told("leaving")["in_flight"] >= 4)
+    until(lambda: fleet.task_status("leaving")["in_flight"] >= 4)
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == 0
     until(lambda: "leaving" not in fleet.client.status()["tasks"])
@@ -226,105 +233,105 @@ def test_a_service_that_is_told_to_end_ends_what_it_has_and_is_forgotten(stack, 
     assert "leaving" in {group.task for group in groups}
 
 
-def test_an_orchestrator_that_is_told_to_end_lets_its_groups_come(stack, gate, tmp_path):
+def test_stopped_orchestrator_finishes_running_groups(stack, gate, tmp_path):
     options = {"gateway": gate, "journal": str(tmp_path)}
     url, child = stack.enter_context(process("orchestrator", **options))
     service = Sums(service_config(url), pause=0.3)
     stack.enter_context(service.running())
     client, ENGINE.version = OrchestratorClient(url, patience_s=10.0), 0
     client.begin(0, 0)
-    until(lambda: client.status()["running"] == 12 and service.seen)
+    until(lambda: client.status()["running"] == 12 and service.requests)
     child.send_signal(signal.SIGTERM)
-    assert client.take(0, 10)  # it answers to the end
+    assert client.take(0, 10)  # it answers until it exits
     assert child.wait(20) == 0
-    assert len(service.seen) == 48 and service.cancelled == []
+    assert len(service.requests) == 48 and service.cancelled == []
     port = int(url.rpartition(":")[2])
     orchestrator = Orchestrator(orchestrator_config(gate, journal=str(tmp_path), port=port))
-    # The next one knows which numbers there were.
+    # The next orchestrator continues with the next task numbers.
     with orchestrator.running():
         assert (client.status()["waiting"], client.status()["running"]) == (12, 0)
         for step in range(5):
-            taken = client.take(step, 20)
-            assert taken and all(group.order == group.number for group in taken)
+            groups = client.take(step, 20)
+            assert groups and all(group.order == group.number for group in groups)
             client.mark_trained(step)
             ENGINE.version = step + 1
             client.push(step + 1)
 
 
-def test_an_orchestrator_that_ends_tells_who_waits(gate):
+def test_stopped_orchestrator_answers_waiting_requests(gate):
     with ThreadPoolExecutor() as threads:
         with Orchestrator(orchestrator_config(gate)).running() as url:
             client = OrchestratorClient(url, patience_s=0.0)
             client.begin(0, 0)
-            taken = threads.submit(client.take, 0, 60)
+            pending = threads.submit(client.take, 0, 60)
             time.sleep(0.3)
-            began = time.monotonic()
-        assert time.monotonic() - began < 20
+            start = time.monotonic()
+        assert time.monotonic() - start < 20
         with pytest.raises(ServerError, match="no server answers"):
-            assert taken.result(30)
+            assert pending.result(30)
 
 
-def test_held_out_tasks_are_attempted_and_never_trained_on(stack, gate):
+def test_evaluates_held_out_tasks_without_training_on_them(stack, gate):
     fleet = Fleet(stack, gate, ["a", "b"]).begin()
     fleet.train()
-    fleet.services["b"].broken = lambda asked: asked.held_out and asked.number == 1
-    found = fleet.client.evaluate(3, 20)
-    assert found["a"]["count"] == 3 and found["a"]["failed"] == 0
-    assert found["a"]["reward"] in (0, 1 / 3, 2 / 3, 1)
-    assert (found["b"]["count"], found["b"]["failed"]) == (2, 1)
-    for own in fleet.services.values():
-        asked = {one.number for one in own.seen if one.held_out}
-        assert asked == {0, 1, 2}
-    # The same once more, with the same seeds.
-    assert fleet.client.evaluate(3, 20)["a"] == found["a"]
+    fleet.services["b"].is_broken = lambda request: request.held_out and request.number == 1
+    results = fleet.client.evaluate(3, 20)
+    assert results["a"]["count"] == 3 and results["a"]["failed"] == 0
+    assert results["a"]["reward"] in (0, 1 / 3, 2 / 3, 1)
+    assert (results["b"]["count"], results["b"]["failed"]) == (2, 1)
+    for service in fleet.services.values():
+        numbers = {request.number for request in service.requests if request.held_out}
+        assert numbers == {0, 1, 2}
+    # A repeated evaluation has the same seeds.
+    assert fleet.client.evaluate(3, 20)["a"] == results["a"]
     fleet.services["a"].mode = "hangs"
-    began = time.monotonic()
-    late = fleet.client.evaluate(100, 0.5)["a"]
-    assert (late["reward"], late["count"], late["failed"]) == (None, 0, 4)
-    assert time.monotonic() - began < 10
+    start = time.monotonic()
+    timed_out = fleet.client.evaluate(100, 0.5)["a"]
+    assert (timed_out["reward"], timed_out["count"], timed_out["failed"]) == (None, 0, 4)
+    assert time.monotonic() - start < 10
     held_out = {f"held-out-{name}" for name in "ab"}
     for group in fleet.train(2):
-        assert not any(m.rollout_id.startswith(tuple(held_out)) for m in group.members)
+        assert not any(member.rollout_id.startswith(tuple(held_out)) for member in group.members)
 
 
-def test_an_evaluation_goes_before_groups(stack, gate):
-    """Where there is no room for both."""
+def test_evaluation_has_priority_over_groups(stack, gate):
+    """The service has no capacity for both."""
     fleet = Fleet(stack, gate, {"sums": {"max_inflight": 4, "pause": 0.05}}).begin()
     fleet.train()
-    own = fleet.services["sums"]
-    found = fleet.client.evaluate(4, 20)["sums"]
-    assert (found["count"], found["failed"]) == (4, 0) and fleet.told()["failures"] == 0
-    asked = [one.held_out for one in own.seen]
-    # Those that had begun, and then no group before the last of what is held out.
-    first, last = asked.index(True), len(asked) - asked[::-1].index(True)
-    assert asked[first:last].count(False) <= 4
+    service = fleet.services["sums"]
+    result = fleet.client.evaluate(4, 20)["sums"]
+    assert (result["count"], result["failed"]) == (4, 0) and fleet.task_status()["failures"] == 0
+    is_held_out = [request.held_out for request in service.requests]
+    # Running rollouts end first; then no group starts before the last held-out rollout.
+    first, last = is_held_out.index(True), len(is_held_out) - is_held_out[::-1].index(True)
+    assert is_held_out[first:last].count(False) <= 4
     fleet.train(2)
 
 
-# -- the world outside ---------------------------------------------------------------------------------------
+# -- the environment of the process ---------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_heard_as_it_was_told(stack, gate):
+def test_batch_group_keeps_its_fields_in_json(stack, gate):
     fleet = Fleet(stack, gate, dispatcher=DispatcherConfig(max_tries=1))
-    fleet.services["sums"].broken = lambda asked: asked.rollout_id.endswith("-3")
+    fleet.services["sums"].is_broken = lambda request: request.rollout_id.endswith("-3")
     for group in fleet.begin().train():
-        told = json.loads(json.dumps(batch_group_to_json(group)))
-        assert len(told["members"]) == 3 and len(told["member_ids"]) == 4
-        again = batch_group_from_json(told)
-        assert again.members[3] is again.members[0] and again.baseline == group.baseline
-        assert batch_group_to_json(again) == batch_group_to_json(group)
+        body = json.loads(json.dumps(batch_group_to_json(group)))
+        assert len(body["members"]) == 3 and len(body["member_ids"]) == 4
+        decoded = batch_group_from_json(body)
+        assert decoded.members[3] is decoded.members[0] and decoded.baseline == group.baseline
+        assert batch_group_to_json(decoded) == batch_group_to_json(group)
 
 
-def test_no_proxy_leads_to_an_orchestrator(stack, gate, monkeypatch):
+def test_client_ignores_proxy(stack, gate, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     fleet = Fleet(stack, gate).begin()
     assert len(fleet.train()) == 4
 
 
-def test_a_server_may_have_as_many_connections_as_it_is_allowed_to():
+def test_server_raises_limit_of_open_files():
     program = [sys.executable, "-m", "tests.rl.fleet", "engine", "{}"]
-    limited = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *program]
-    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as child:
+    command = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout.readline().strip().isdigit()
             soft, hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
@@ -333,7 +340,7 @@ def test_a_server_may_have_as_many_connections_as_it_is_allowed_to():
     assert soft == hard > 64
 
 
-# -- mistakes --------------------------------------------------------------------------------------------------
+# -- invalid requests and options --------------------------------------------------------------------------------------------------
 
 LEASE = {"lease": "its"}
 SPEC = {
@@ -350,7 +357,7 @@ SPEC = {
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "status", "message"),
     [
         ("/tasks", {**SPEC, "schema": 1}, 400, "schema is 1 and this orchestrator speaks 2"),
         ("/tasks", {**SPEC, "weight": 0}, 400, "weight is 0; it must be positive"),
@@ -391,34 +398,34 @@ SPEC = {
         ("/nowhere", {}, 404, "POST /tasks, /tasks/{name}/heartbeat, /trainer/begin"),
     ],
 )
-def test_what_the_orchestrator_cannot_take_it_says(idle, path, body, status, words):
-    url, lease = idle
+def test_rejects_invalid_requests(idle_orchestrator, path, body, status, message):
+    url, lease = idle_orchestrator
     if body and body.get("lease") == "its":
         body = body | {"lease": lease}
-    with pytest.raises(ServerError) as caught:
+    with pytest.raises(ServerError) as raised:
         Client(url).open(path, json.dumps(body).encode())
-    assert caught.value.status == status and words in str(caught.value)
+    assert raised.value.status == status and message in str(raised.value)
 
 
 @pytest.fixture(scope="module")
-def idle(gate):
-    """An orchestrator whose service never has anything to do, and its trainer's lease."""
+def idle_orchestrator(gate):
+    """Returns (URL, lease) of an orchestrator that is paused."""
     with contextlib.ExitStack() as stack:
         fleet = Fleet(stack, gate)
         fleet.client.pause()
-        yield fleet.url, told(fleet.url, "/trainer/begin", {"step": 0, "version": 0})["lease"]
+        yield fleet.url, post_json(fleet.url, "/trainer/begin", {"step": 0, "version": 0})["lease"]
 
 
-def test_nobody_leaves_who_is_not_there(idle):
-    request = urllib.request.Request(f"{idle[0]}/tasks/none", method="DELETE")
-    with pytest.raises(urllib.error.HTTPError) as caught:
+def test_rejects_removal_of_unknown_service(idle_orchestrator):
+    request = urllib.request.Request(f"{idle_orchestrator[0]}/tasks/none", method="DELETE")
+    with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(request, timeout=10)
-    assert caught.value.status == 404
-    assert "there are sums" in json.load(caught.value)["error"]["message"]
+    assert raised.value.status == 404
+    assert "there are sums" in json.load(raised.value)["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (
             lambda: OrchestratorConfig(gateway="10.0.0.1:9000"),
@@ -432,31 +439,31 @@ def test_nobody_leaves_who_is_not_there(idle):
         (lambda: OrchestratorClient("http://x", patience_s=-1), "patience_s is -1"),
     ],
 )
-def test_orchestrators_and_clients_refuse_values_out_of_range(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_rejects_options_out_of_range(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_an_orchestrator_that_is_not_there_is_waited_for_and_then_said_so():
-    began = time.monotonic()
+def test_reports_missing_orchestrator_after_patience():
+    start = time.monotonic()
     with pytest.raises(ServerError, match="no server answers at http://127.0.0.1:9"):
         OrchestratorClient("http://127.0.0.1:9", patience_s=0.2).status()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
 
 
-def test_who_has_the_key_is_let_in(stack, gate):
+def test_requires_key_of_services_and_clients(stack, gate):
     orchestrator = Orchestrator(orchestrator_config(gate, api_key="secret"))
     url = stack.enter_context(orchestrator.running())
-    without = Sums(service_config(url, "other"))
-    other = stack.enter_context(without.running())
-    own = Sums(service_config(url, api_key="secret"))
-    stack.enter_context(own.running())
-    until(lambda: own.is_registered)
+    service_without_key = Sums(service_config(url, "other"))
+    url_without_key = stack.enter_context(service_without_key.running())
+    service = Sums(service_config(url, api_key="secret"))
+    stack.enter_context(service.running())
+    until(lambda: service.is_registered)
     assert OrchestratorClient(url, "secret").status()["tasks"].keys() == {"sums"}
 
     def problem():
-        with urllib.request.urlopen(f"{other}/health", timeout=10) as answer:
-            return json.load(answer)["problem"]
+        with urllib.request.urlopen(f"{url_without_key}/health", timeout=10) as response:
+            return json.load(response)["problem"]
 
     until(lambda: "API key is missing" in problem())
     with pytest.raises(ServerError, match="API key is missing"):

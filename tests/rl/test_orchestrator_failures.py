@@ -1,4 +1,4 @@
-"""The orchestrator when environments, services and the gateway fail: who is tried again, who is left alone, who is blamed."""
+"""The orchestrator when environments, services and the gateway fail: retries, circuit breakers and blame."""
 
 import collections
 import contextlib
@@ -9,43 +9,52 @@ import pytest
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
 from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
-from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, service_config, sessions, told, until
+from tests.rl.fleet import (
+    ENGINE,
+    Fleet,
+    Sums,
+    gateway,
+    num_sessions,
+    post_json,
+    service_config,
+    until,
+)
 
 
 def register(fleet, port):
-    """Says to the orchestrator what a process of the service `sums` does that has just begun."""
+    """Registers another process as the service `sums`."""
     spec = dict(schema=2, name="sums", url=f"http://127.0.0.1:{port}", instance="another")
     spec |= dict(
         weight=1.0, size=100, held_out=4, max_inflight=64, rate=None, rollout_timeout_s=60.0
     )
-    told(fleet.url, "/tasks", spec)
+    post_json(fleet.url, "/tasks", spec)
 
 
-def test_an_environment_that_fails_once_is_tried_again(stack, gate):
+def test_retries_rollout_after_environment_failure(stack, gate):
     fleet = Fleet(stack, gate)
-    own = fleet.services["sums"]
-    own.broken = lambda asked: asked.rollout_id.endswith("-1")
+    service = fleet.services["sums"]
+    service.is_broken = lambda request: request.rollout_id.endswith("-1")
     groups = fleet.begin().train(2)
     names = {member.rollout_id for group in groups for member in group.members}
     assert {f"{group.group_id}-1.1" for group in groups} <= names and len(names) == 32
-    told = fleet.told()
-    assert told["failures"] >= 8 and told["failed"] == 0 and told["dropped_groups"] == 0
-    assert told["error"] == "OSError: the sandbox is gone"
-    # With the same seed as before.
+    status = fleet.task_status()
+    assert status["failures"] >= 8 and status["failed"] == 0 and status["dropped_groups"] == 0
+    assert status["error"] == "OSError: the sandbox is gone"
+    # Retries have the same seed.
     seeds = collections.defaultdict(set)
-    for asked in own.seen:
-        seeds[asked.rollout_id.removesuffix(".1")].add(asked.seed)
-    assert all(len(own) == 1 for own in seeds.values())
+    for request in service.requests:
+        seeds[request.rollout_id.removesuffix(".1")].add(request.seed)
+    assert all(len(seeds_of_rollout) == 1 for seeds_of_rollout in seeds.values())
 
 
-def test_groups_whose_members_fail_partly_are_repaired_or_come_again(stack, gate):
-    """One of four: padded. Two of four in the first try: dropped, and the number comes again in its place."""
+def test_repairs_or_resamples_groups_with_failures(stack, gate):
+    """One of four fails: padded. Two of four in the first try: dropped, and its number is sampled again in its place."""
     fleet = Fleet(stack, gate, dispatcher=DispatcherConfig(max_tries=1))
-    fleet.services["sums"].broken = lambda asked: (
-        asked.rollout_id.endswith("-1")
-        or asked.rollout_id.endswith("-2")
-        and asked.number == 1
-        and asked.group_id.endswith("-0")
+    fleet.services["sums"].is_broken = lambda request: (
+        request.rollout_id.endswith("-1")
+        or request.rollout_id.endswith("-2")
+        and request.number == 1
+        and request.group_id.endswith("-0")
     )
     groups = fleet.begin().train(4)
     assert 1 in [group.number for group in groups]
@@ -55,23 +64,23 @@ def test_groups_whose_members_fail_partly_are_repaired_or_come_again(stack, gate
         assert ids == ["0", "2", "3", "0"] and len(group.baseline) == 3
         assert group.members[3] is group.members[0]
         assert group.group_id.split("-")[1:] == [str(group.order), str(int(group.number == 1))]
-    assert fleet.told()["dropped_groups"] == 1
+    assert fleet.task_status()["dropped_groups"] == 1
 
 
-def test_a_batch_comes_with_what_was_counted_since_the_one_before(stack, gate):
+def test_batch_has_counts_since_previous_batch(stack, gate):
     fleet = Fleet(stack, gate, dispatcher=DispatcherConfig(max_tries=1), max_staleness=0)
-    own = fleet.services["sums"]
-    own.broken = lambda asked: (
-        asked.rollout_id.endswith("-1") or asked.rollout_id.endswith(("1-0-2", "1-0-3"))
+    service = fleet.services["sums"]
+    service.is_broken = lambda request: (
+        request.rollout_id.endswith("-1") or request.rollout_id.endswith(("1-0-2", "1-0-3"))
     )
     fleet.begin().client.take(0, 20)
     counts = dict(fleet.client.counts)
-    # Four groups, each with one failure, and the first try of one of them, which had three.
+    # Four groups with one failure each, and the first try of one of them with three failures.
     assert (counts["groups/failed"], counts["groups/taken"]) == (1, 4)
     assert (counts["attempts/failed"], counts["attempts/ended"]) == (4 + 3, 5 * 4)
     assert (counts["members/taken"], counts["members/padded"]) == (12, 4)
-    own.broken = lambda asked: False  # before the step that admits the next groups
-    fleet.train()  # asks again
+    service.is_broken = lambda request: False  # before the next groups start
+    fleet.train()  # takes the same batch again
     assert fleet.client.counts == counts
     fleet.train()
     assert fleet.client.counts == {"groups/taken": 4, "members/taken": 16, "attempts/ended": 16}
@@ -79,31 +88,32 @@ def test_a_batch_comes_with_what_was_counted_since_the_one_before(stack, gate):
 
 
 def slow(mode):
+    """Returns a parameter that is slow."""
     return pytest.param(mode, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("mode", [slow("500"), slow("garbage"), "fails"])
-def test_a_service_that_fails_is_left_alone_until_it_works_again(stack, gate, mode):
+def test_pauses_failing_service_until_it_recovers(stack, gate, mode):
     fleet = Fleet(stack, gate, ("bad", "good"))
     bad = fleet.services["bad"]
     bad.mode = mode
     fleet.begin()
     assert {group.task for group in fleet.train(5)} == {"good"}
-    told = until(lambda: fleet.told("bad")["state"] == "open" and fleet.told("bad"))
-    assert told["accepted"] == 0 and told["failures"] >= 4
-    words = {"500": "the disk is full", "garbage": "no outcome", "fails": "sandbox is gone"}[mode]
-    assert words in told["error"]
+    status = until(lambda: fleet.task_status("bad")["state"] == "open" and fleet.task_status("bad"))
+    assert status["accepted"] == 0 and status["failures"] >= 4
+    message = {"500": "the disk is full", "garbage": "no outcome", "fails": "sandbox is gone"}[mode]
+    assert message in status["error"]
     assert any("service of bad is" in line for line in fleet.client.status()["blockers"])
     if mode == "fails":
-        # It is tried with one group at a time: at most a few within the second or two that this takes.
-        assert len(bad.seen) < 60
+        # The breaker lets one group through at a time: only a few within the second or two of this test.
+        assert len(bad.requests) < 60
     bad.mode = "ok"
-    until(lambda: fleet.train() and fleet.told("bad")["accepted"])
-    assert fleet.told("bad")["state"] in ("ok", "full")
+    until(lambda: fleet.train() and fleet.task_status("bad")["accepted"])
+    assert fleet.task_status("bad")["state"] in ("ok", "full")
 
 
 @pytest.mark.parametrize("mode", [slow("hangs"), "deaf"])
-def test_a_service_that_hangs_costs_its_deadline_and_no_more(stack, gate, mode):
+def test_hanging_service_costs_only_its_deadline(stack, gate, mode):
     services = {"bad": {"rollout_timeout_s": 0.3}, "good": {}}
     fleet = Fleet(
         stack, gate, services, dispatcher=DispatcherConfig(max_tries=1, response_grace_s=0.2)
@@ -112,92 +122,99 @@ def test_a_service_that_hangs_costs_its_deadline_and_no_more(stack, gate, mode):
     bad.mode = mode
     groups = fleet.train(5)
     assert "good" in {group.task for group in groups}
-    told = until(lambda: fleet.told("bad")["breaker"] != "closed" and fleet.told("bad"))
-    assert "within 0." in told["error"]
+    status = until(
+        lambda: fleet.task_status("bad")["breaker"] != "closed" and fleet.task_status("bad")
+    )
+    assert "within 0." in status["error"]
     if mode == "hangs":
-        until(lambda: set(bad.cancelled) == {asked.rollout_id for asked in bad.seen})
+        until(lambda: set(bad.cancelled) == {request.rollout_id for request in bad.requests})
     if mode == "deaf":
-        # One that does not see whether anybody listens is told.
-        until(lambda: len(bad.called_off) >= told["failures"])
+        # A service that does not notice a closed connection is sent a cancellation.
+        until(lambda: len(bad.called_off) >= status["failures"])
     bad.mode = "ok"
     until(lambda: "bad" in {group.task for group in fleet.train()})
 
 
-def test_a_service_that_is_not_heard_of_is_waited_for_no_longer(stack, gate):
-    """Whatever its connections and its deadline: it does not answer, and sends no heartbeat."""
+def test_stops_waiting_for_service_without_heartbeat(stack, gate):
+    """Its connections are open and its deadline is far, but it sends neither responses nor heartbeats."""
     fleet = Fleet(stack, gate, [], registry=RegistryConfig(heartbeat_timeout_s=0.5))
     silent = Sums(service_config("http://127.0.0.1:9", rollout_timeout_s=60.0))
     silent.mode = "deaf"
     stack.enter_context(silent.running())
-    fleet.begin()  # before the service is known, which is lost so soon
+    fleet.begin()  # before the registration, because the service is lost soon after it
     register(fleet, silent.port)
-    until(lambda: fleet.told()["state"] == "lost" and not fleet.told()["in_flight"], 10)
-    assert fleet.told()["to_resample"] == fleet.told()["num_drawn"] > 0
+    until(
+        lambda: fleet.task_status()["state"] == "lost" and not fleet.task_status()["in_flight"], 10
+    )
+    assert fleet.task_status()["to_resample"] == fleet.task_status()["num_drawn"] > 0
 
 
 @pytest.mark.slow
-def test_a_service_that_is_gone_is_lost_and_taken_up_again(stack, gate):
+def test_service_that_restarts_is_lost_and_returns(stack, gate):
     registry = RegistryConfig(heartbeat_timeout_s=1.5)
     fleet = Fleet(stack, gate, ["good"], registry=registry).begin()
-    with contextlib.ExitStack() as own:
-        bad = fleet.add("bad", own, pause=0.2)
+    with contextlib.ExitStack() as service_stack:
+        bad = fleet.add("bad", service_stack, pause=0.2)
         fleet.train(2)
-        until(lambda: fleet.told("bad")["in_flight"])
-    # What was under way has failed, and is another's to wait for no longer.
-    until(lambda: fleet.told("bad")["state"] == "lost")
-    until(lambda: not fleet.told("bad")["in_flight"])
+        until(lambda: fleet.task_status("bad")["in_flight"])
+    # Its running rollouts have failed, and nothing waits for them.
+    until(lambda: fleet.task_status("bad")["state"] == "lost")
+    until(lambda: not fleet.task_status("bad")["in_flight"])
     numbers = [group.number for group in fleet.train(4) if group.task == "bad"]
-    again = fleet.told("bad")["to_resample"]
-    assert again + fleet.told("bad")["accepted_groups"] == fleet.told("bad")["num_drawn"]
+    num_to_resample = fleet.task_status("bad")["to_resample"]
+    assert (
+        num_to_resample + fleet.task_status("bad")["accepted_groups"]
+        == fleet.task_status("bad")["num_drawn"]
+    )
     assert any("bad is lost: no heartbeat" in line for line in fleet.client.status()["blockers"])
     fleet.add("bad", port=bad.port)
     groups = until(lambda: [group for group in fleet.train() if group.task == "bad"])
-    assert again == 0 or groups[0].number not in numbers
-    assert fleet.told("bad")["to_resample"] == 0
+    assert num_to_resample == 0 or groups[0].number not in numbers
+    assert fleet.task_status("bad")["to_resample"] == 0
 
 
-def test_a_service_that_was_started_anew_is_known_to_have_forgotten(stack, gate):
-    """Nothing else tells the orchestrator of a machine that is gone: its connections are as open as before."""
+def test_new_process_of_service_fails_old_rollouts(stack, gate):
+    """After a machine is lost, only the registration shows it: the connections stay open."""
     fleet = Fleet(stack, gate, registry=RegistryConfig(heartbeat_timeout_s=60.0))
     fleet.services["sums"].mode = "hangs"
     fleet.begin()
-    until(lambda: len(fleet.services["sums"].seen) == 48)
+    until(lambda: len(fleet.services["sums"].requests) == 48)
     fleet.services["sums"].mode = "ok"
     register(fleet, fleet.services["sums"].port)
-    until(lambda: fleet.told()["failures"] >= 48)
+    until(lambda: fleet.task_status()["failures"] >= 48)
     assert len(fleet.train()) == 4
 
 
-def test_a_gateway_that_is_gone_is_told_and_blamed_on_nobody_else(stack, engine, tmp_path):
+def test_reports_unreachable_gateway_and_blames_no_service(stack, engine, tmp_path):
     options = {"journal": str(tmp_path)}
-    with contextlib.ExitStack() as own:
-        gate = own.enter_context(gateway(engine, **options))
+    with contextlib.ExitStack() as gateway_stack:
+        gate = gateway_stack.enter_context(gateway(engine, **options))
         fleet = Fleet(stack, gate, {"sums": {"pause": 0.1}}).begin()
         fleet.train(2)
     until(lambda: fleet.client.status()["gateway"]["state"] == "open")
-    until(lambda: fleet.told()["in_flight"] == 0)
-    assert fleet.told()["breaker"] == "closed"
-    began = time.monotonic()
-    assert fleet.client.take(fleet.step, 0.2) is None and time.monotonic() - began < 10
+    until(lambda: fleet.task_status()["in_flight"] == 0)
+    assert fleet.task_status()["breaker"] == "closed"
+    start = time.monotonic()
+    assert fleet.client.take(fleet.step, 0.2) is None and time.monotonic() - start < 10
     assert any(f"the gateway at {gate} fails: no server" in line for line in fleet.client.blockers)
     port = int(gate.rpartition(":")[2])
     with gateway(engine, port=port, **options):
         fleet.client.push(fleet.step)
         ENGINE.version = fleet.step
         fleet.train(2)
-        # Sessions that could not be ended are.
+        # Sessions that could not be deleted before are deleted now.
         fleet.client.pause()
-        until(lambda: fleet.client.status()["running"] == 0 and sessions(gate) == 0)
+        until(lambda: fleet.client.status()["running"] == 0 and num_sessions(gate) == 0)
 
 
-def test_without_any_service_a_trainer_is_told_so_in_time(stack, gate):
+def test_take_returns_in_time_without_services(stack, gate):
     fleet = Fleet(stack, gate, [])
     with pytest.raises(ServerError, match="no trainer has begun"):
         fleet.client.take(0, 0.1)
     fleet.begin()
-    began = time.monotonic()
+    start = time.monotonic()
     assert fleet.client.take(0, 0.3) is None
-    assert 0.3 <= time.monotonic() - began < 5
+    assert 0.3 <= time.monotonic() - start < 5
     assert fleet.client.blockers == ("no task service is registered",)
     fleet.add("sums")
     assert len(fleet.train()) == 4 and fleet.client.blockers == ()

@@ -2,7 +2,7 @@
 
     python -m tests.rl.test_orchestrator_load '{"delay": 0.05, "batches": 12}'
 
-says how many rollouts a second go through orchestrator, gateway and services of this machine, and what memory they take.
+prints the rate of rollouts through orchestrator, gateway and services on this machine, and their memory.
 """
 
 import collections
@@ -16,16 +16,16 @@ import urllib.request
 import pytest
 
 from glm5_jax.rl.orchestrator.client import OrchestratorClient
-from tests.rl.fleet import process, resident, sessions, until
+from tests.rl.fleet import memory_bytes, num_sessions, process, until
 
 pytestmark = pytest.mark.slow
 
 
-def tell(url, **body):
-    """POSTs to an engine or an orchestrator."""
+def post_json(url, **body):
+    """Posts a JSON body to an engine or an orchestrator, and returns the JSON of the response."""
     request = urllib.request.Request(url, json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
 
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
@@ -33,9 +33,14 @@ GROUP, BATCH, BATCHES = 8, 48, 24
 
 
 def load(delay, batches, running=160):
-    """Batches of three services in front of an engine that takes `delay` seconds for a reply, of which a rollout has two:
-    of each batch, seconds, rollouts in flight when it was there, memory of each process, and its groups by task; what
-    the orchestrator tells at the end; and of each process, seconds of CPU."""
+    """Takes batches of three services, and returns (samples, status, cpu).
+
+    delay: mean time of one engine reply, in seconds; a rollout has two.
+    samples: for each batch its seconds, rollouts in flight when it was ready, memory by process, and group counts by
+    task.
+    status: final status of the orchestrator.
+    cpu: CPU seconds by process.
+    """
     with contextlib.ExitStack() as stack:
         engine, _ = stack.enter_context(process("engine", delay=delay))
         gate, gate_child = stack.enter_context(process("gateway", engine=engine))
@@ -58,75 +63,81 @@ def load(delay, batches, running=160):
                 max_inflight=1400,
                 rollout_timeout_s=240.0,
             )
-            _, children[name] = stack.enter_context(process("service", heartbeat=5.0, **options))
+            _, children[name] = stack.enter_context(
+                process("service", heartbeat_interval_s=5.0, **options)
+            )
         client = OrchestratorClient(orchestrator)
         until(lambda: client.status()["tasks"].keys() == WEIGHTS.keys(), 60)
         client.begin(0, 0)
-        found = []
+        samples = []
         for step in range(batches):
-            began = time.monotonic()
+            start = time.monotonic()
             until(lambda: client.status()["waiting"] >= BATCH, 300)
-            most = in_flight(client)
-            taken = until(lambda: client.take(step, 60), 300)  # noqa: B023
+            num_in_flight = in_flight(client)
+            groups = until(lambda: client.take(step, 60), 300)  # noqa: B023
             client.mark_trained(step)
-            tell(f"{engine}/version", version=step + 1)
+            post_json(f"{engine}/version", version=step + 1)
             client.push(step + 1)
-            memory = {name: resident(child) for name, child in children.items()}
-            count = collections.Counter(one.task for one in taken)
-            found.append((time.monotonic() - began, most, memory, count))
-        told = client.status()
+            memory = {name: memory_bytes(child) for name, child in children.items()}
+            count = collections.Counter(group.task for group in groups)
+            samples.append((time.monotonic() - start, num_in_flight, memory, count))
+        status = client.status()
         cpu = {name: cpu_seconds(child) for name, child in children.items()}
         client.pause()
         until(lambda: client.status()["running"] == 0, 300)
-        until(lambda: sessions(gate) == 0, 60)
-    return found, told, cpu
+        until(lambda: num_sessions(gate) == 0, 60)
+    return samples, status, cpu
 
 
 def cpu_seconds(child):
+    """Returns the CPU seconds of a process so far."""
     with open(f"/proc/{child.pid}/stat") as file:
         user, system = file.read().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def show(found, told, cpu):
-    """Prints how it went, for people and the log."""
-    for seconds, most, memory, count in found:
-        megabytes = {name: round(own / 2**20) for name, own in memory.items()}
-        rate = f"{GROUP * BATCH / seconds:6.0f} rollouts/s, {most:5} in flight"
+def show(samples, status, cpu):
+    """Prints rates, memory and shares."""
+    for seconds, num_in_flight, memory, count in samples:
+        megabytes = {name: round(size / 2**20) for name, size in memory.items()}
+        rate = f"{GROUP * BATCH / seconds:6.0f} rollouts/s, {num_in_flight:5} in flight"
         print(f"{rate}, MB {megabytes}, {dict(count)}")
-    rollouts = sum(own["rollouts"] for own in told["tasks"].values())
-    own = {name: round(1e3 * seconds / rollouts, 2) for name, seconds in cpu.items()}
-    print("ms of CPU per rollout", own)
-    print("shares accepted", {name: own["accepted_share"] for name, own in told["tasks"].items()})
-    print("shares learnt from", shares(found))
+    rollouts = sum(task["rollouts"] for task in status["tasks"].values())
+    cpu_ms = {name: round(1e3 * seconds / rollouts, 2) for name, seconds in cpu.items()}
+    print("ms of CPU per rollout", cpu_ms)
+    accepted = {name: task["accepted_share"] for name, task in status["tasks"].items()}
+    print("shares accepted", accepted)
+    print("shares trained on", shares(samples))
 
 
-def shares(found):
-    """Of each task, its part of the groups of all batches."""
-    count = sum((own for *_, own in found), collections.Counter())
+def shares(samples):
+    """Returns the share of each task in the groups of all batches."""
+    count = sum((batch_count for *_, batch_count in samples), collections.Counter())
     return {name: count[name] / count.total() for name in WEIGHTS}
 
 
-def test_a_thousand_rollouts_of_three_services():
-    """GLM-5 4.1.1: more than 1,000 rollouts at once; shares are the weights within 2% of each, and memory is flat."""
-    found, told, cpu = load(delay=3.0, batches=BATCHES)
-    show(found, told, cpu)
-    memory = [own for _, _, own, _ in found]
-    assert max(most for _, most, _, _ in found) > 1000
-    assert sum(count.total() for *_, count in found) == BATCHES * BATCH
-    want = {name: weight / sum(WEIGHTS.values()) for name, weight in WEIGHTS.items()}
-    accepted = {name: told["tasks"][name]["accepted_share"] for name in WEIGHTS}
-    assert accepted == pytest.approx(want, rel=0.02)
-    assert shares(found) == pytest.approx(want, rel=0.02)
+def test_runs_thousand_rollouts_of_three_services():
+    """More than 1,000 rollouts run at once (GLM-5 4.1.1). Shares are within 2% of the weights, and memory is
+    constant."""
+    samples, status, cpu = load(delay=3.0, batches=BATCHES)
+    show(samples, status, cpu)
+    memory = [sizes for _, _, sizes, _ in samples]
+    assert max(num_in_flight for _, num_in_flight, _, _ in samples) > 1000
+    assert sum(count.total() for *_, count in samples) == BATCHES * BATCH
+    expected = {name: weight / sum(WEIGHTS.values()) for name, weight in WEIGHTS.items()}
+    accepted = {name: status["tasks"][name]["accepted_share"] for name in WEIGHTS}
+    assert accepted == pytest.approx(expected, rel=0.02)
+    assert shares(samples) == pytest.approx(expected, rel=0.02)
     for name in WEIGHTS:
-        own = told["tasks"][name]
-        assert own["failed"] == own["failures"] == 0
+        task = status["tasks"][name]
+        assert task["failed"] == task["failures"] == 0
     for name in memory[0]:
         assert memory[-1][name] < 1.1 * memory[3][name], memory
 
 
 def in_flight(client):
-    return sum(own["in_flight"] for own in client.status()["tasks"].values())
+    """Returns the number of rollouts in flight of all tasks."""
+    return sum(task["in_flight"] for task in client.status()["tasks"].values())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Records of finished rollouts at the gateway: their encoding, their files, and how long they are kept."""
+"""Records of finished rollouts at the gateway: their encoding, their files and their retention."""
 
 import os
 
@@ -15,7 +15,7 @@ from tests.rl.test_trajectory import record
 NAN = float("nan")
 
 
-def test_decodes_what_was_encoded():
+def test_decodes_encoded_records():
     records = [
         TokenRecord(
             token_ids=[5, 6, 2**31 - 1],
@@ -41,7 +41,7 @@ def test_decodes_what_was_encoded():
 @pytest.mark.parametrize(
     "content", [b"", b"\xc1", b"[]", encode_records([record([-1, 2])])[:-1], b"\x91\x92\xa1x\x80"]
 )
-def test_rejects_bytes_that_are_no_records(content):
+def test_rejects_invalid_bytes(content):
     with pytest.raises(ValueError):
         decode_records(content)
 
@@ -75,7 +75,7 @@ def test_keeps_records_until_they_are_deleted_or_expire(tmp_path, has_folder):
     assert not has_folder or not list((tmp_path / "records").iterdir())
 
 
-def test_reads_files_of_an_earlier_process(tmp_path):
+def test_reads_files_of_earlier_process(tmp_path):
     RecordStore(tmp_path).write("a", b"one")
     (tmp_path / "b.records.new").write_bytes(b"cut of")
     os.utime(tmp_path / "a.records", (1000, 1000))
@@ -89,7 +89,7 @@ def test_reads_files_of_an_earlier_process(tmp_path):
     assert store.rollout_ids == []
 
 
-def test_stores_nothing_on_a_full_disk(tmp_path):
+def test_stores_nothing_on_full_disk(tmp_path):
     store = RecordStore(tmp_path)
     with limit_file_size(10), pytest.raises(JournalError, match="cannot be written"):
         store.write("a", bytes(1000))

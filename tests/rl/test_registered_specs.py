@@ -1,4 +1,4 @@
-"""Specs of services: one that is out of bounds is one clear error, and its service is not registered."""
+"""Specs of task services: one out of bounds raises one clear error, and its service is not registered."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_rejects_spec_that_is_out_of_bounds(field, value):
 
 
 @pytest.mark.parametrize(("field", "value"), [("weight", 1e12), ("name", "mean"), ("weight", 1e-9)])
-def test_service_rejects_the_same_at_its_start(field, value):
+def test_service_config_rejects_the_same_values(field, value):
     with pytest.raises(ValueError, match=f"{field} is "):
         ServiceConfig(**{field: value})
 

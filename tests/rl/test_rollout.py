@@ -1,4 +1,4 @@
-"""Attempts: the tokens that were sampled and nothing else is learnt from, with the log-probs that the learner has."""
+"""Rollouts: the records hold exactly the sampled tokens, with the log-probs that the trainer computes."""
 
 import asyncio
 import dataclasses
@@ -36,10 +36,10 @@ ADD = {
         },
     },
 }
-ASKED = ({"role": "user", "content": "2+3?"},)
+QUESTION = ({"role": "user", "content": "2+3?"},)
 PLAIN, WITH_TOOL = (
-    Task(id="t", kind="math", messages=ASKED),
-    Task(id="t", kind="tir", messages=ASKED, tools=(ADD,)),
+    Task(id="t", kind="math", messages=QUESTION),
+    Task(id="t", kind="tir", messages=QUESTION, tools=(ADD,)),
 )
 
 
@@ -56,12 +56,15 @@ def engine():
     )
 
 
-def rollouts(made=None, temperature=1.3, tools=None, **options):
+def rollouts(inference_engine=None, temperature=1.3, tools=None, **options):
+    """Returns the rollouts of an engine."""
     options = dict(max_tokens=9, group=3, max_turns=4) | options
-    return Rollouts(made or engine(), TOKENIZER, RolloutConfig(**options), temperature, tools)
+    return Rollouts(
+        inference_engine or engine(), TOKENIZER, RolloutConfig(**options), temperature, tools
+    )
 
 
-def test_what_is_recorded_is_what_the_learner_computes():
+def test_recorded_log_probs_equal_trainer_log_probs():
     tasks = [PLAIN, Task(id="u", kind="math", messages=({"role": "user", "content": "Why?"},))]
     groups = rollouts().sample(tasks, seed=7, name="5-")
     assert [group.task for group in groups] == tasks
@@ -81,14 +84,14 @@ def test_what_is_recorded_is_what_the_learner_computes():
             assert record.token_ids[: len(prompt)].tolist() == prompt and 1 <= count <= 9
             assert record.loss_mask.tolist() == [0] * len(prompt) + [1] * count
             assert (record.weight_version == np.where(record.loss_mask == 1, 0, -1)).all()
-            cut = record.token_ids[-1] not in ENDS.values()
-            assert attempt.finish_reason == ("length" if cut else "stop")
-            assert record.status == ("truncated" if cut else "completed")
+            is_truncated = record.token_ids[-1] not in ENDS.values()
+            assert attempt.finish_reason == ("length" if is_truncated else "stop")
+            assert record.status == ("truncated" if is_truncated else "completed")
             assert attempt.num_sampled_tokens == count
         assert len({tuple(record.token_ids) for record in group.records}) == 3
 
 
-def test_the_same_seed_samples_the_same_and_another_does_not():
+def test_seed_determines_samples():
     def ids(seed):
         [group] = rollouts().sample([PLAIN], seed)
         return [record.token_ids.tolist() for record in group.records]
@@ -96,129 +99,142 @@ def test_the_same_seed_samples_the_same_and_another_does_not():
     assert ids(1) == ids(1) != ids(2)
 
 
-def test_a_task_may_say_whether_its_replies_are_reasoned():
-    tasks = [dataclasses.replace(PLAIN, id=str(own), thinking=own) for own in (None, True, False)]
-    for own in (True, False):
-        groups = rollouts(thinking=own).sample(tasks, 0)
-        for group, thinks in zip(groups, (own, True, False), strict=True):
-            prompt = render_chat(ASKED, TOKENIZER, enable_thinking=thinks).ids
+def test_task_overrides_thinking_mode():
+    tasks = [
+        dataclasses.replace(PLAIN, id=str(mode), thinking=mode) for mode in (None, True, False)
+    ]
+    for default in (True, False):
+        groups = rollouts(thinking=default).sample(tasks, 0)
+        for group, thinks in zip(groups, (default, True, False), strict=True):
+            prompt = render_chat(QUESTION, TOKENIZER, enable_thinking=thinks).ids
             assert group.records[0].token_ids[: len(prompt)].tolist() == prompt
             assert bool(group.attempts[0].messages[0].get("reasoning_content")) == thinks
 
 
-class Scripted:
-    """Says one thing after the other, whatever it is asked; each script is an attempt's."""
+class ScriptedEngine:
+    """Engine whose replies do not depend on the prompts.
+
+    scripts: replies of each attempt, in their order.
+
+    Attributes:
+      prompts: prompts of each request.
+    """
 
     max_length = 400
 
     def __init__(self, *scripts):
-        self.scripts, self.asked = scripts, []
+        self.scripts, self.prompts = scripts, []
 
     def generate(self, prompts, samplings):
-        self.asked.append([list(ids) for ids in prompts])
-        said = [script.pop(0) for script in self.scripts if script][: len(prompts)]
+        self.prompts.append([list(ids) for ids in prompts])
+        replies = [script.pop(0) for script in self.scripts if script][: len(prompts)]
         return [
             Completion(ids, [-0.5] * len(ids), [3] * len(ids), [], reason, None, 0)
-            for ids, reason in said
+            for ids, reason in replies
         ]
 
 
-def said(text, end=None):
+def reply_of(text, end=None):
+    """Returns (ids, finish reason) of a reply; end: name of its stop token."""
     ids = TOKENIZER.encode(text, parse_special=True)
     return (ids + [ENDS[end]], "stop") if end else (ids, "length")
 
 
 def call(a, b):
+    """Returns the text of a call of the tool `add`."""
     arguments = f"<arg_key>a</arg_key><arg_value>{a}</arg_value><arg_key>b</arg_key><arg_value>{b}</arg_value>"
     return f"<tool_call>add{arguments}</tool_call>"
 
 
-async def adds(task, made):
+async def add_numbers(task, tool_call):
     await asyncio.sleep(0)
-    return json.dumps(made.arguments["a"] + made.arguments["b"])
+    return json.dumps(tool_call.arguments["a"] + tool_call.arguments["b"])
 
 
-def test_tools_answer_between_replies():
-    two = f"Both.</think>{call(2, 3)}{call(5, 5)}"
-    scripted = Scripted(
-        [said(two, "<|observation|>"), said("So.</think>5", "<|user|>")],
-        [said("No.</think>6", "<|user|>")],
+def test_inserts_tool_results_between_replies():
+    two_calls = f"Both.</think>{call(2, 3)}{call(5, 5)}"
+    scripted = ScriptedEngine(
+        [reply_of(two_calls, "<|observation|>"), reply_of("So.</think>5", "<|user|>")],
+        [reply_of("No.</think>6", "<|user|>")],
     )
-    [group] = rollouts(scripted, tools=adds, group=2).sample([WITH_TOOL], 0)
+    [group] = rollouts(scripted, tools=add_numbers, group=2).sample([WITH_TOOL], 0)
     first, second = group.attempts
     assert [m["role"] for m in first.messages] == ["assistant", "tool", "tool", "assistant"]
     assert [m["content"] for m in first.messages[1:3]] == ["5", "10"]
     assert (first.reply, first.finish_reason) == ("5", "stop") and second.reply == "6"
     record = group.records[0]
     text = TOKENIZER.decode(record.token_ids)
-    whole = render_chat(
-        [*ASKED, *first.messages], TOKENIZER, tools=[ADD], clear_thinking=False, close=True
+    rendered = render_chat(
+        [*QUESTION, *first.messages], TOKENIZER, tools=[ADD], clear_thinking=False, close=True
     )
-    assert text == whole.text and record.token_ids.tolist() == whole.ids
+    assert text == rendered.text and record.token_ids.tolist() == rendered.ids
     assert first.num_sampled_tokens == record.loss_mask.sum()
-    # Learnt is what a sample of SFT would teach of the same chat, each token once.
-    assert record.loss_mask.tolist() == whole.loss_mask
+    # The loss mask equals that of an SFT sample of the same chat, and each token counts once.
+    assert record.loss_mask.tolist() == rendered.loss_mask
     start, end = np.flatnonzero(np.diff(record.loss_mask))[1:] + 1
     assert TOKENIZER.decode(record.token_ids[start:end]) == (
         "<tool_response>5</tool_response><tool_response>10</tool_response><|assistant|><think>"
     )
-    assert scripted.asked[1] == [record.token_ids[:end].tolist()]
+    assert scripted.prompts[1] == [record.token_ids[:end].tolist()]
 
 
-def test_an_answer_that_leaves_no_room_is_left_out():
-    async def talks(task, made):
-        return "x " * made.arguments["a"]
+def test_omits_tool_result_that_leaves_no_room():
+    async def repeat_words(task, tool_call):
+        return "x " * tool_call.arguments["a"]
 
     def attempt(words):
-        scripted = Scripted(
-            [said(f"A.</think>{call(words, 0)}", "<|observation|>"), said("B.</think>", "<|user|>")]
+        scripted = ScriptedEngine(
+            [
+                reply_of(f"A.</think>{call(words, 0)}", "<|observation|>"),
+                reply_of("B.</think>", "<|user|>"),
+            ]
         )
-        [group] = rollouts(scripted, tools=talks, group=1).sample([WITH_TOOL], 0)
+        [group] = rollouts(scripted, tools=repeat_words, group=1).sample([WITH_TOOL], 0)
         return group.attempts[0], group.records[0]
 
-    fits, record = attempt(10)
-    assert fits.finish_reason == "stop" and len(record) < Scripted.max_length
-    cut, record = attempt(400)
-    assert cut.finish_reason == "length" and len(record) < Scripted.max_length
+    complete, record = attempt(10)
+    assert complete.finish_reason == "stop" and len(record) < ScriptedEngine.max_length
+    truncated, record = attempt(400)
+    assert truncated.finish_reason == "length" and len(record) < ScriptedEngine.max_length
     assert record.loss_mask[-1] == 1
 
 
-def test_what_ends_an_attempt():
-    async def breaks(task, made):
+def test_finish_reasons_of_attempts():
+    async def fail(task, tool_call):
         raise ToolError("it is down")
 
-    async def hangs(task, made):
+    async def hang(task, tool_call):
         await asyncio.sleep(30)
 
-    wrong = "<tool_call>divide</tool_call>"
+    unknown_call = "<tool_call>divide</tool_call>"
     cases = [
-        ([said("It is", None)], {}, "length", ""),
-        ([said(f"A.</think>{wrong}", "<|observation|>")], {}, "stop", "divide"),
-        # A whole call is answered whatever marker follows it.
+        ([reply_of("It is", None)], {}, "length", ""),
+        ([reply_of(f"A.</think>{unknown_call}", "<|observation|>")], {}, "stop", "divide"),
+        # A complete call is answered after any end marker.
         (
-            [said(f"A.</think>{call(1, 1)}", "<|user|>"), said("B.</think>2", "<|user|>")],
+            [reply_of(f"A.</think>{call(1, 1)}", "<|user|>"), reply_of("B.</think>2", "<|user|>")],
             {},
             "stop",
             "",
         ),
-        ([said("A.</think>x", "<|observation|>")], {}, "stop", ""),
-        ([said(f"A.</think>{call(1, 1)}", "<|observation|>")], {"max_turns": 1}, "length", ""),
+        ([reply_of("A.</think>x", "<|observation|>")], {}, "stop", ""),
+        ([reply_of(f"A.</think>{call(1, 1)}", "<|observation|>")], {"max_turns": 1}, "length", ""),
         (
-            [said(f"A.</think>{call(1, 1)}", "<|observation|>")],
-            {"tools": breaks},
+            [reply_of(f"A.</think>{call(1, 1)}", "<|observation|>")],
+            {"tools": fail},
             "failed",
             "it is down",
         ),
         (
-            [said(f"A.</think>{call(1, 1)}", "<|observation|>")],
-            {"tools": hangs, "tool_timeout_s": 0.05},
+            [reply_of(f"A.</think>{call(1, 1)}", "<|observation|>")],
+            {"tools": hang, "tool_timeout_s": 0.05},
             "failed",
             "TimeoutError",
         ),
     ]
     for script, options, reason, error in cases:
-        options = dict(tools=adds) | options
-        [group] = rollouts(Scripted(script), group=1, **options).sample([WITH_TOOL], 0)
+        options = dict(tools=add_numbers) | options
+        [group] = rollouts(ScriptedEngine(script), group=1, **options).sample([WITH_TOOL], 0)
         [attempt] = group.attempts
         assert attempt.finish_reason == reason, (script, attempt)
         assert error in attempt.error
@@ -226,22 +242,22 @@ def test_what_ends_an_attempt():
         assert group.records[0].status == status
 
 
-def test_without_tools_a_call_is_what_was_said():
-    """Nobody answers it, and it is no failure of the environment."""
-    scripted = Scripted([said(f"A.</think>So.{call(1, 1)}", "<|observation|>")])
+def test_call_without_tools_is_plain_text():
+    """No tool answers it, and the environment has not failed."""
+    scripted = ScriptedEngine([reply_of(f"A.</think>So.{call(1, 1)}", "<|observation|>")])
     [group] = rollouts(scripted, group=1).sample([PLAIN], 0)
     [attempt] = group.attempts
-    said_text = f"So.{call(1, 1)}"
-    assert (attempt.finish_reason, attempt.error, attempt.reply) == ("stop", "", said_text)
+    content = f"So.{call(1, 1)}"
+    assert (attempt.finish_reason, attempt.error, attempt.reply) == ("stop", "", content)
 
 
-def test_without_room_for_a_reply_an_attempt_is_cut_off():
-    scripted = Scripted([said(f"{'a ' * 300}</think>{call(1, 1)}", "<|observation|>")])
-    [group] = rollouts(scripted, tools=adds, group=1).sample([WITH_TOOL], 0)
-    assert group.attempts[0].finish_reason == "length" and not any(scripted.asked[1:])
+def test_truncates_attempt_without_room_for_reply():
+    scripted = ScriptedEngine([reply_of(f"{'a ' * 300}</think>{call(1, 1)}", "<|observation|>")])
+    [group] = rollouts(scripted, tools=add_numbers, group=1).sample([WITH_TOOL], 0)
+    assert group.attempts[0].finish_reason == "length" and not any(scripted.prompts[1:])
 
 
-def test_tasks_that_cannot_be_attempted_are_refused():
+def test_rejects_tasks_that_cannot_be_attempted():
     config = RolloutConfig()
     with pytest.raises(ValueError, match="task 't' offers tools, and nobody answers"):
         check_task(WITH_TOOL, TOKENIZER, config, 64, None)

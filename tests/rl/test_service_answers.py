@@ -1,4 +1,4 @@
-"""Answers of task services that are no outcomes: each counts against its service, and holds up nobody else."""
+"""Invalid responses of task services: each counts against its service, and delays no other."""
 
 import dataclasses
 import json
@@ -19,6 +19,7 @@ GOOD = {"messages": [{"role": "user", "content": "?"}], "reward": {"value": 1.0}
 
 
 def nested(depth):
+    """Returns lists nested to a depth."""
     value = []
     for _ in range(depth - 1):
         value = [value]
@@ -26,10 +27,10 @@ def nested(depth):
 
 
 def test_reads_outcome_within_limits():
-    read = outcome_from_json(
+    outcome = outcome_from_json(
         GOOD | {"reward": {"value": -MAX_REWARD}, "metrics": {"tokens": 10**9}}
     )
-    assert read.reward.value == -MAX_REWARD and read.metrics == {"tokens": 10**9}
+    assert outcome.reward.value == -MAX_REWARD and outcome.metrics == {"tokens": 10**9}
     deep = {"role": "user", "content": nested(MAX_DEPTH - 10)}
     assert outcome_from_json(GOOD | {"messages": [deep]}).messages == (deep,)
 
@@ -58,7 +59,7 @@ def test_reads_outcome_within_limits():
         {"reward": {"value": 1.0, "parts": {f"p{i}": 1 for i in range(MAX_NAMES + 1)}}},
     ],
 )
-def test_rejects_outcome_that_cannot_be_kept(change):
+def test_rejects_outcome_out_of_limits(change):
     with pytest.raises(ValueError, match="no outcome of a rollout") as raised:
         outcome_from_json(GOOD | change)
     assert len(str(raised.value)) < 2000
@@ -72,17 +73,17 @@ def test_rejects_reward_that_float32_cannot_square():
 
 @pytest.fixture(scope="module")
 def gate(engine):
-    """A gateway that waits for its engine, as other answers than those of services are not in question."""
+    """Runs a gateway that probes its engine rarely, because only responses of services fail in these tests."""
     with gateway(engine, probe_interval_s=5.0) as url:
         yield url
 
 
 class Hostile(Sums):
-    """A service whose rollouts are answered with `body`; None: without an end."""
+    """Service that responds to rollouts with `body`; None: with an endless body."""
 
     body: bytes | None = b""
 
-    async def _moody(self, request):
+    async def _rollout_by_mode(self, request):
         if self.body is not None:
             return web.Response(body=self.body, content_type="application/json")
         answer = web.StreamResponse()
@@ -104,7 +105,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_blames_service_for_its_answer_alone(stack, gate, kind):
+def test_blames_only_service_of_bad_answer(stack, gate, kind):
     dispatcher = dataclasses.replace(SOON["dispatcher"], max_tries=1, max_response_bytes=2**21)
     fleet = Fleet(stack, gate, ("good",), dispatcher=dispatcher)
     bad = Hostile(service_config(fleet.url, "bad"))
@@ -113,8 +114,10 @@ def test_blames_service_for_its_answer_alone(stack, gate, kind):
     until(lambda: bad.is_registered)
     fleet.begin()
     assert {group.task for group in fleet.train(2)} == {"good"}
-    state = until(lambda: fleet.told("bad")["breaker"] != "closed" and fleet.told("bad"))
-    # A breaker of 4 failures: after that one group at a time, each after a pause.
+    state = until(
+        lambda: fleet.task_status("bad")["breaker"] != "closed" and fleet.task_status("bad")
+    )
+    # After 4 failures the breaker lets one group through at a time, each after a pause.
     assert state["failures"] >= 4 and state["accepted"] == 0 and state["cancelled_groups"] == 0
-    assert fleet.told("good")["failures"] == 0
+    assert fleet.task_status("good")["failures"] == 0
     assert any("service of bad is" in line for line in fleet.client.status()["blockers"])

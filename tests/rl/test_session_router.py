@@ -1,4 +1,4 @@
-"""Sessions stay where their prefix is; ranks that come and go move as few as they can."""
+"""Sessions stay on the rank of their prefix, and as few as possible move when ranks are added or removed."""
 
 import collections
 import math
@@ -12,63 +12,66 @@ RANKS = [f"http://10.0.0.{i // 4}:8000@{i % 4}" for i in range(8)]
 BOUND = RouterConfig().bound
 
 
-def placed(router, count=1000):
+def route_all(router, count=1000):
+    """Returns the rank of each of `count` sessions."""
     return {f"s{i}": router.route(f"s{i}") for i in range(count)}
 
 
-def test_a_session_stays_whatever_comes_and_goes():
+def test_session_stays_on_rank_while_others_change():
     router = SessionRouter(RANKS)
-    before = placed(router)
+    before = route_all(router)
     for i in range(0, 1000, 3):
         router.release(f"s{i}")
     for i in range(1000, 1500):
         router.route(f"s{i}")
-    assert all(router.route(s) == rank for s, rank in before.items() if int(s[1:]) % 3)
+    assert all(
+        router.route(session) == rank for session, rank in before.items() if int(session[1:]) % 3
+    )
     assert sum(router.loads.values()) == 1500 - 334
 
 
-def test_no_rank_has_more_than_the_bound_allows_at_any_time():
-    router, draw, alive = SessionRouter(RANKS), random.Random(0), []
+def test_rank_never_exceeds_load_bound():
+    router, rng, open_sessions = SessionRouter(RANKS), random.Random(0), []
     for i in range(4000):
-        if alive and draw.random() < 0.4:
-            router.release(alive.pop(draw.randrange(len(alive))))
-        # One agent's sessions have names that differ in little.
-        alive.append(f"agent-{i}")
-        rank = router.route(alive[-1])
-        assert router.loads[rank] <= math.ceil(BOUND * len(alive) / len(RANKS))
-    assert min(router.loads.values()) > 0.5 * len(alive) / len(RANKS)
+        if open_sessions and rng.random() < 0.4:
+            router.release(open_sessions.pop(rng.randrange(len(open_sessions))))
+        # Names of one agent's sessions are similar.
+        open_sessions.append(f"agent-{i}")
+        rank = router.route(open_sessions[-1])
+        assert router.loads[rank] <= math.ceil(BOUND * len(open_sessions) / len(RANKS))
+    assert min(router.loads.values()) > 0.5 * len(open_sessions) / len(RANKS)
 
 
 @pytest.mark.parametrize("lost", range(8))
-def test_a_lost_rank_moves_its_own_sessions_alone(lost):
+def test_lost_rank_moves_only_its_sessions(lost):
     router = SessionRouter(RANKS)
-    before = placed(router)
+    before = route_all(router)
     moved = router.remove(RANKS[lost])
-    assert set(moved) == {s for s, rank in before.items() if rank == RANKS[lost]}
+    assert set(moved) == {session for session, rank in before.items() if rank == RANKS[lost]}
     assert len(moved) <= math.ceil(BOUND * 1000 / 8)
-    after = placed(router)
-    assert all(after[s] == rank for s, rank in before.items() if s not in moved)
+    after = route_all(router)
+    assert all(after[session] == rank for session, rank in before.items() if session not in moved)
     assert RANKS[lost] not in after.values()
     assert max(router.loads.values()) <= math.ceil(BOUND * 1000 / 7)
 
 
-def test_a_rank_that_is_there_again_is_filled_by_new_sessions():
+def test_new_sessions_fill_rank_that_returned():
     router = SessionRouter(RANKS)
-    placed(router)
+    route_all(router)
     router.remove(RANKS[3])
-    before = placed(router)
+    before = route_all(router)
     router.add(RANKS[3])
-    assert placed(router) == before
+    assert route_all(router) == before
     for i in range(1000):  # sessions end, others begin
         router.release(f"s{i}")
         router.route(f"t{i}")
     assert router.loads[RANKS[3]] > 0.85 * 1000 / 8
 
 
-def test_a_rank_that_is_far_below_the_mean_is_filled_first():
-    """The first sessions that begin go to it, up to 0.85 of the mean; then it has its share of the others."""
+def test_fills_rank_far_below_mean_first():
+    """The first new sessions go to it, up to 0.85 of the mean; then it gets its share of the others."""
     router = SessionRouter(RANKS)
-    placed(router)
+    route_all(router)
     router.remove(RANKS[3])
     router.add(RANKS[3])
     for i in range(106):
@@ -78,34 +81,37 @@ def test_a_rank_that_is_far_below_the_mean_is_filled_first():
     assert 0 < others[RANKS[3]] < 30
 
 
-def test_a_session_that_was_on_a_rank_before_is_there_again():
+def test_restores_sessions_to_their_ranks():
     router = SessionRouter(RANKS)
-    before = placed(router)
-    again = SessionRouter(RANKS[1:])
+    before = route_all(router)
+    restored = SessionRouter(RANKS[1:])
     for session in reversed(before):
-        again.restore(session, before[session])
-    kept = {s: rank for s, rank in before.items() if rank != RANKS[0]}
-    assert kept.items() <= again.rank_by_session.items() and len(again.rank_by_session) == 1000
-    assert again.loads == dict(collections.Counter(again.rank_by_session.values()))
-    assert again.restore("s7", RANKS[5]) == again.rank_by_session["s7"] == before["s7"]
-    assert again.restore("new", None) in RANKS[1:]
+        restored.restore(session, before[session])
+    unmoved = {session: rank for session, rank in before.items() if rank != RANKS[0]}
+    assert (
+        unmoved.items() <= restored.rank_by_session.items()
+        and len(restored.rank_by_session) == 1000
+    )
+    assert restored.loads == dict(collections.Counter(restored.rank_by_session.values()))
+    assert restored.restore("s7", RANKS[5]) == restored.rank_by_session["s7"] == before["s7"]
+    assert restored.restore("new", None) in RANKS[1:]
 
 
-def test_without_load_a_rank_more_moves_its_share_of_names():
+def test_additional_rank_moves_its_share_of_idle_sessions():
     config = RouterConfig(bound=100.0)
-    few, more = SessionRouter(RANKS[:7], config), SessionRouter(RANKS, config)
-    one, two = placed(few, 4000), placed(more, 4000)
-    moved = [s for s in one if one[s] != two[s]]
-    assert {two[s] for s in moved} == {RANKS[7]} and 0.06 < len(moved) / 4000 < 0.19
-    assert max(collections.Counter(two.values()).values()) < 1.5 * 4000 / 8
+    smaller, larger = SessionRouter(RANKS[:7], config), SessionRouter(RANKS, config)
+    before, after = route_all(smaller, 4000), route_all(larger, 4000)
+    moved = [session for session in before if before[session] != after[session]]
+    assert {after[session] for session in moved} == {RANKS[7]} and 0.06 < len(moved) / 4000 < 0.19
+    assert max(collections.Counter(after.values()).values()) < 1.5 * 4000 / 8
 
 
-def test_places_are_the_same_in_every_process():
-    found = [RANKS.index(SessionRouter(RANKS).route(f"s{i}")) for i in range(8)]
-    assert found == [2, 7, 5, 5, 0, 2, 2, 1]
+def test_placement_is_equal_in_every_process():
+    indices = [RANKS.index(SessionRouter(RANKS).route(f"s{i}")) for i in range(8)]
+    assert indices == [2, 7, 5, 5, 0, 2, 2, 1]
 
 
-def test_ranks_that_are_not_there():
+def test_rejects_unknown_duplicate_and_missing_ranks():
     router = SessionRouter(RANKS[:1])
     with pytest.raises(ValueError, match="no rank 'x'; there are"):
         router.remove("x")

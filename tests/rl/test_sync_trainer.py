@@ -1,4 +1,4 @@
-"""A stage of reinforcement learning: what a step does, and that a stopped run goes on as if it never had."""
+"""RL stages in one process: the result of a step, and the resumption of stopped runs."""
 
 import dataclasses
 import json
@@ -31,11 +31,11 @@ from glm5_jax.training.metrics import TrainingStopped
 from tests.rl.small_stage import (
     COMMON,
     TOKENIZER,
-    InTurn,
-    likes_low_bytes,
-    same,
-    shared,
-    weights,
+    SequentialTasks,
+    all_equal,
+    final_weights,
+    reward_low_bytes,
+    shared_train_step,
 )
 
 TASKS = [
@@ -44,12 +44,16 @@ TASKS = [
 ]
 
 
-def suite(verify=likes_low_bytes, **more):
-    return TaskSuite(tasks=InTurn(TASKS), held_out={"math": TASKS[:2]}, verify=verify, **more)
+def suite(verify=reward_low_bytes, **options):
+    """Returns a task suite with a verifier."""
+    return TaskSuite(
+        tasks=SequentialTasks(TASKS), held_out={"math": TASKS[:2]}, verify=verify, **options
+    )
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
+    """Returns the folder of the tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     TOKENIZER.save(folder)
     return str(folder)
@@ -67,74 +71,77 @@ def config(tokenizer):
 
 
 @pytest.fixture
-def quick(config, one_device):
-    """On one device, without the comparison of engine and learner."""
+def quick_config(config, one_device):
+    """Returns a config for one device, without the comparison of engine and trainer."""
     return dataclasses.replace(config, mismatch=MismatchConfig(attempts=0))
 
 
 def short(config, steps=2):
-    """So few steps, of which nothing is saved or evaluated between."""
+    """Returns a config of a few steps, without checkpoints and evaluations in between."""
     train = dataclasses.replace(config.train, steps=steps, eval_interval=0, save_interval=0)
     return dataclasses.replace(config, train=train)
 
 
-def stage_of(config, workdir, made=None, known=(), step_maker=shared):
-    return SyncRlTrainer(config, workdir, made or suite(), known, step_maker)
+def stage_of(config, workdir, task_suite=None, known=(), step_maker=shared_train_step):
+    """Returns the trainer of a config."""
+    return SyncRlTrainer(config, workdir, task_suite or suite(), known, step_maker)
 
 
-def check_run_and_one_that_was_stopped(config, tmp_path):
-    """That a run does what it says, and one that was stopped in the middle the same, bit by bit."""
-    made = suite()
-    stage = stage_of(config, tmp_path / "whole", made, TASKS)
+def check_resumed_run(config, tmp_path):
+    """Checks the metrics of a run, and that a stopped and resumed run equals it bit by bit."""
+    task_suite = suite()
+    stage = stage_of(config, tmp_path / "uninterrupted", task_suite, TASKS)
     summary = stage.run()
     assert stage.is_finished and summary.reward is not None and summary.held_out_reward is not None
     assert "reward" in str(summary) and "training loss" not in str(summary)
-    rows = read(tmp_path / "whole")
+    rows = read(tmp_path / "uninterrupted")
     steps, mismatch = column(rows, "policy/abs_logratio")
     assert steps == [1, 2, 3, 4] and max(mismatch) < 1e-5
-    told = """reward/mean reward/math reward/code reward_part/low rollout/tokens rollout/truncated
+    names = """reward/mean reward/math reward/code reward_part/low rollout/tokens rollout/truncated
         rollout/environment_errors rollout/zero_variance_groups rollout/used_tools loss/rl policy/mismatch_kl policy/ratio
         policy/clip_frac_low policy/clip_frac_high policy/entropy mismatch/logp_max seconds/rollout seconds/judging"""
-    for name in told.split():
+    for name in names.split():
         assert len(column(rows, name)[0]) == 4, name
     assert column(rows, "policy/staleness")[1] == [0] * 4
     assert max(column(rows, "mismatch/logp_max")[1]) < 1e-5
     assert min(column(rows, "speed/tokens_per_second")[1]) > 0
     assert column(rows, "held_out/math")[0] == [2, 4]
-    assert made.tasks.drawn == 16 and len(made.tasks.accepted) == 16 and not made.tasks.dropped
+    assert (
+        task_suite.tasks.num_drawn == 16
+        and len(task_suite.tasks.accepted) == 16
+        and not task_suite.tasks.dropped
+    )
     half = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
-    stage_of(half, tmp_path / "parted").run()
-    before = weights(tmp_path / "parted")
-    stage_of(config, tmp_path / "parted").run()
-    after = weights(tmp_path / "parted")
-    assert not same(before, after)
-    assert same(after, weights(tmp_path / "whole"))
-    told = [
+    stage_of(half, tmp_path / "resumed").run()
+    before = final_weights(tmp_path / "resumed")
+    stage_of(config, tmp_path / "resumed").run()
+    after = final_weights(tmp_path / "resumed")
+    assert not all_equal(before, after)
+    assert all_equal(after, final_weights(tmp_path / "uninterrupted"))
+    metrics = [
         {k: v for k, v in row.items() if not k.startswith(("speed/", "seconds/"))}
-        for workdir in ("whole", "parted")
+        for workdir in ("uninterrupted", "resumed")
         for row in read(tmp_path / workdir)
     ]
-    assert told[: len(told) // 2] == told[len(told) // 2 :]
+    assert metrics[: len(metrics) // 2] == metrics[len(metrics) // 2 :]
 
 
-def test_resumes_run_that_was_stopped(config, one_device, tmp_path):
-    check_run_and_one_that_was_stopped(config, tmp_path)
+def test_resumes_stopped_run(config, one_device, tmp_path):
+    check_resumed_run(config, tmp_path)
 
 
 @pytest.mark.slow
-def test_resumes_run_that_was_stopped_on_all_devices(config, tmp_path):
+def test_resumes_stopped_run_on_all_devices(config, tmp_path):
     config = dataclasses.replace(config, credit=CreditConfig(kl_target="uniform"))
-    check_run_and_one_that_was_stopped(config, tmp_path)
-    assert "Reward on held-out tasks" in (tmp_path / "whole/report/index.html").read_text()
+    check_resumed_run(config, tmp_path)
+    assert "Reward on held-out tasks" in (tmp_path / "uninterrupted/report/index.html").read_text()
 
 
-def test_stops_before_it_trains_on_samples_of_an_engine_with_old_weights(
-    config, one_device, tmp_path, monkeypatch
-):
-    def forgetful(self, params, version, policy="finish"):
+def test_stops_before_training_on_samples_of_old_weights(config, one_device, tmp_path, monkeypatch):
+    def ignore_weights(self, params, version, policy="finish"):
         self.version = version
 
-    monkeypatch.setattr(Engine, "update_weights", forgetful)
+    monkeypatch.setattr(Engine, "update_weights", ignore_weights)
     strict = dataclasses.replace(short(config), mismatch=MismatchConfig(max_logp_diff=1e-3))
     with pytest.raises(
         TrainingStopped, match="mismatch/logp_mean is .*, more than 0.001.*no check"
@@ -143,86 +150,95 @@ def test_stops_before_it_trains_on_samples_of_an_engine_with_old_weights(
     assert column(read(tmp_path), "policy/staleness") == ([1], [0])
 
 
-def test_attempts_of_a_broken_environment_are_never_learnt_from(quick, tmp_path):
-    async def broken(task, attempt):
+def test_never_trains_on_attempts_of_failed_environment(quick_config, tmp_path):
+    async def fail(task, attempt):
         return Reward(None, error="no sandbox")
 
-    made = suite(broken)
+    task_suite = suite(fail)
     with pytest.raises(TrainingStopped, match=f"{MAX_EMPTY_BATCHES} batches in a row .*no sandbox"):
-        stage_of(quick, tmp_path, made).run()
-    assert not made.tasks.accepted and len(made.tasks.dropped) == 4 * MAX_EMPTY_BATCHES
+        stage_of(quick_config, tmp_path, task_suite).run()
+    assert not task_suite.tasks.accepted and len(task_suite.tasks.dropped) == 4 * MAX_EMPTY_BATCHES
 
-    async def half(task, attempt):
+    async def fail_code_tasks(task, attempt):
         if task.kind == "code":
             return Reward(None, error="no sandbox")
-        return await likes_low_bytes(task, attempt)
+        return await reward_low_bytes(task, attempt)
 
-    made = suite(half)
-    stage_of(short(quick), tmp_path / "half", made).run()
-    assert len(made.tasks.accepted) == len(made.tasks.dropped) == 4
+    task_suite = suite(fail_code_tasks)
+    stage_of(short(quick_config), tmp_path / "half", task_suite).run()
+    assert len(task_suite.tasks.accepted) == len(task_suite.tasks.dropped) == 4
     assert column(read(tmp_path / "half"), "rollout/environment_errors")[1] == [0.5] * 2
 
 
-def test_groups_without_a_difference_are_named_when_nothing_else_comes(quick, tmp_path):
-    async def never(task, attempt):
+def test_stops_if_all_groups_have_zero_variance(quick_config, tmp_path):
+    async def reward_zero(task, attempt):
         return Reward(0.0, error="wrong")
 
-    strict = dataclasses.replace(quick, credit=CreditConfig(drop_zero_variance_groups=True))
-    why = (
+    strict = dataclasses.replace(quick_config, credit=CreditConfig(drop_zero_variance_groups=True))
+    message = (
         "0 of the last batch's 16 attempts have no reward; the rewards of the others .* "
         "credit.drop_zero_variance_groups leaves"
     )
-    with pytest.raises(TrainingStopped, match=why):
-        stage_of(strict, tmp_path, suite(never)).run()
+    with pytest.raises(TrainingStopped, match=message):
+        stage_of(strict, tmp_path, suite(reward_zero)).run()
 
 
-def test_a_kind_that_cannot_be_judged_is_refused_before_it_starts(config, tmp_path):
-    """Each kind is asked about once, and by an attempt that says nothing."""
-    asked = []
+def test_rejects_kind_whose_verifier_fails(config, tmp_path):
+    """One attempt with an empty reply is judged for each kind."""
+    judged = []
 
-    async def half(task, attempt):
-        asked.append((task.id, attempt.reply))
+    async def fail_code_tasks(task, attempt):
+        judged.append((task.id, attempt.reply))
         return Reward(None, error="no sandbox") if task.kind == "code" else Reward(0.0)
 
     with pytest.raises(ValueError, match="'t1' of kind 'code' cannot be judged: no sandbox"):
-        stage_of(config, tmp_path, suite(half), TASKS)
-    assert sorted(asked) == [("t0", ""), ("t1", "")] and not list(tmp_path.iterdir())
+        stage_of(config, tmp_path, suite(fail_code_tasks), TASKS)
+    assert sorted(judged) == [("t0", ""), ("t1", "")] and not list(tmp_path.iterdir())
 
 
-def test_a_kind_without_held_out_tasks_is_left_out_of_their_mean(quick, tmp_path):
-    made = dataclasses.replace(suite(), held_out={"math": TASKS[:2], "code": []})
-    once = dataclasses.replace(quick, train=TrainConfig(steps=1, eval_interval=1, save_interval=0))
-    stage_of(once, tmp_path, made).run()
+def test_mean_excludes_kinds_without_held_out_tasks(quick_config, tmp_path):
+    task_suite = dataclasses.replace(suite(), held_out={"math": TASKS[:2], "code": []})
+    one_step = dataclasses.replace(
+        quick_config, train=TrainConfig(steps=1, eval_interval=1, save_interval=0)
+    )
+    stage_of(one_step, tmp_path, task_suite).run()
     rows = read(tmp_path)
     assert column(rows, "held_out/reward")[0] == [1]
     assert column(rows, "held_out/reward") == column(rows, "held_out/math")
     assert not column(rows, "held_out/code")[0]
 
 
-def saved(config, path, seed):
-    """A folder of new weights of a seed."""
+def save_weights(config, path, seed):
+    """Saves random weights of a seed, and returns the folder."""
     save_hf(glm5.Glm5(config.model, rngs=nnx.Rngs(seed)), path)
     return str(path)
 
 
-def test_teachers_are_chosen_by_the_origin_of_a_task(quick, tmp_path):
-    """Each is followed on its own tasks alone; who is the student itself changes nothing."""
-    one, other = (saved(quick, tmp_path / f"teacher{seed}", seed) for seed in (1, 2))
-    # What is learnt from teachers alone is pulled nowhere else.
-    pulled = CreditConfig(kl_target="uniform")
-    common = dict(objective="teachers", checkpoint=one, credit=pulled)
-    alike = dataclasses.replace(short(quick, 1), teachers=(Teacher(checkpoint=one),), **common)
-    stage_of(alike, tmp_path / "alike").run()
-    assert abs(column(read(tmp_path / "alike"), "loss/ref_kl")[1][0]) < 1e-5
+def test_chooses_teacher_by_origin_of_task(quick_config, tmp_path):
+    """Each teacher applies only to its tasks. A teacher that equals the student changes nothing."""
+    student_path, other_path = (
+        save_weights(quick_config, tmp_path / f"teacher{seed}", seed) for seed in (1, 2)
+    )
+    # With this objective the credit's target is ignored.
+    credit = CreditConfig(kl_target="uniform")
+    common = dict(objective="teachers", checkpoint=student_path, credit=credit)
+    equal_teacher = dataclasses.replace(
+        short(quick_config, 1), teachers=(Teacher(checkpoint=student_path),), **common
+    )
+    stage_of(equal_teacher, tmp_path / "equal").run()
+    assert abs(column(read(tmp_path / "equal"), "loss/ref_kl")[1][0]) < 1e-5
     both = dataclasses.replace(
-        short(quick, 1),
-        teachers=(Teacher(checkpoint=one, origin="math"), Teacher(checkpoint=other, origin="code")),
+        short(quick_config, 1),
+        teachers=(
+            Teacher(checkpoint=student_path, origin="math"),
+            Teacher(checkpoint=other_path, origin="code"),
+        ),
         **common,
     )
     batches, scores = [], []
 
-    def watched(*args, **more):
-        step = shared(*args, **more)
+    def record_steps(*args, **options):
+        step = shared_train_step(*args, **options)
         scores.append(step.score)
 
         def train(state, batch):
@@ -231,25 +247,27 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(quick, tmp_path):
 
         return step._replace(train=train)
 
-    stage_of(both, tmp_path / "both", step_maker=watched).run()
-    # Of the first step: Muon makes a step of rounding as large as any.
+    stage_of(both, tmp_path / "both", step_maker=record_steps).run()
+    # Only the first step: Muon scales a gradient of rounding errors like any other.
     norms = {
-        name: column(read(tmp_path / name), "grad_norm/muon")[1][0] for name in ("alike", "both")
+        name: column(read(tmp_path / name), "grad_norm/muon")[1][0] for name in ("equal", "both")
     }
-    assert norms["alike"] < 1e-3 * norms["both"]
+    assert norms["equal"] < 1e-3 * norms["both"]
     [score], [batch] = scores, batches
     trained = batch["loss_mask"] == 1
-    theirs = {}
+    matches = {}
     for teacher in both.teachers:
-        logp = np.asarray(score(models.open_weights(teacher.checkpoint, quick.model)(), batch))
-        theirs[teacher.origin] = np.abs(logp - batch["ref_logp"]) < 1e-6
-    assert (theirs["math"] ^ theirs["code"])[trained].all()
-    assert 0.2 < theirs["math"][trained].mean() < 0.8
+        logp = np.asarray(
+            score(models.open_weights(teacher.checkpoint, quick_config.model)(), batch)
+        )
+        matches[teacher.origin] = np.abs(logp - batch["ref_logp"]) < 1e-6
+    assert (matches["math"] ^ matches["code"])[trained].all()
+    assert 0.2 < matches["math"][trained].mean() < 0.8
     assert not batch["rl_weight"].any() and batch["ref_kl_weight"][trained].all()
 
 
 @pytest.mark.slow
-def test_a_pull_to_the_uniform_keeps_entropy(config, tmp_path):
+def test_uniform_kl_target_preserves_entropy(config, tmp_path):
     longer = dataclasses.replace(
         config,
         schedule=dataclasses.replace(config.schedule, total_steps=40),
@@ -257,36 +275,36 @@ def test_a_pull_to_the_uniform_keeps_entropy(config, tmp_path):
         rollout=dataclasses.replace(config.rollout, group=16),
     )
     entropy = {}
-    for pull in ("none", "uniform"):
+    for target in ("none", "uniform"):
         policy = PolicyConfig(ref_kl=3.0)
-        one = dataclasses.replace(longer, credit=CreditConfig(kl_target=pull), policy=policy)
-        SyncRlTrainer(one, tmp_path / pull, suite()).run()
-        entropy[pull] = column(read(tmp_path / pull), "policy/entropy")[1][-1]
+        variant = dataclasses.replace(longer, credit=CreditConfig(kl_target=target), policy=policy)
+        SyncRlTrainer(variant, tmp_path / target, suite()).run()
+        entropy[target] = column(read(tmp_path / target), "policy/entropy")[1][-1]
     assert entropy["none"] < 5 < entropy["uniform"] < np.log(292)
 
 
 @pytest.mark.slow
-def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
-    start = saved(config, tmp_path / "start", 1)
-    near = dataclasses.replace(
+def test_reference_kl_target_limits_change_of_policy(config, tmp_path):
+    start = save_weights(config, tmp_path / "start", 1)
+    with_kl = dataclasses.replace(
         config,
         checkpoint=start,
         teachers=(Teacher(checkpoint=start),),
         credit=CreditConfig(kl_target="reference"),
         policy=PolicyConfig(ref_kl=30.0),
     )
-    far = dataclasses.replace(config, checkpoint=start)
-    gone = {}
-    for name, one in (("near", near), ("far", far)):
-        stage_of(one, tmp_path / name).run()
+    without_kl = dataclasses.replace(config, checkpoint=start)
+    change = {}
+    for name, variant in (("with_kl", with_kl), ("without_kl", without_kl)):
+        stage_of(variant, tmp_path / name).run()
         loads = (models.open_weights(path, config.model) for path in (start, tmp_path / name))
         logits = [glm5.forward(load(), np.arange(20)[None], config.model).logits for load in loads]
-        gone[name] = float(np.abs(logits[0] - logits[1]).mean())
-    assert gone["near"] < gone["far"]
+        change[name] = float(np.abs(logits[0] - logits[1]).mean())
+    assert change["with_kl"] < change["without_kl"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"objective": "fear"}, "objective is 'fear'; use one of rewards, teachers"),
         ({"objective": "teachers"}, "give teachers for the objective"),
@@ -311,12 +329,12 @@ def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
         ({"rows": 0}, "rows is 0, reward_concurrency 64 and sft_rows 0; use at least 1"),
     ],
 )
-def test_contradictions_are_refused(config, changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_rejects_contradicting_options(config, changes, message):
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **changes)
 
 
-def test_what_cannot_run_is_refused_before_it_starts(config, tmp_path, monkeypatch):
+def test_rejects_invalid_run_before_start(config, tmp_path, monkeypatch):
     cases = [
         ({"rows": 3}, {}, "rows is 3; it must be a multiple of 8"),
         ({"engine": EngineConfig(max_length=65)}, {}, "engine.max_length is 65 and length 64"),
@@ -333,17 +351,17 @@ def test_what_cannot_run_is_refused_before_it_starts(config, tmp_path, monkeypat
         ),
         ({"requires_checkpoint": True}, {}, "starts from trained weights"),
     ]
-    for changes, more, words in cases:
-        with pytest.raises(ValueError, match=words):
-            SyncRlTrainer(dataclasses.replace(config, **changes), tmp_path, suite(**more), TASKS)
+    for changes, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            SyncRlTrainer(dataclasses.replace(config, **changes), tmp_path, suite(**options), TASKS)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="runs in one process and this pod has 2"):
         SyncRlTrainer(config, tmp_path, suite())
     assert not list(tmp_path.iterdir())
 
 
-def test_staleness_is_that_of_the_oldest_token():
-    def of(*versions):
+def test_staleness_is_age_of_oldest_token():
+    def record_of(*versions):
         sampled = np.array(versions) >= 0
         logp = np.where(sampled, -1.0, np.nan)
         return TokenRecord(
@@ -354,9 +372,9 @@ def test_staleness_is_that_of_the_oldest_token():
         )
 
     text = TokenRecord(token_ids=[1, 2], loss_mask=[0, 1], ce_weight=[0, 1])
-    assert compute_staleness([of(-1, 7, 5, -1), text, of(-1, 6)], 8) == 3
-    assert compute_staleness([of(-1, 8)], 8) == 0 and np.isnan(compute_staleness([text], 8))
+    assert compute_staleness([record_of(-1, 7, 5, -1), text, record_of(-1, 6)], 8) == 3
+    assert compute_staleness([record_of(-1, 8)], 8) == 0 and np.isnan(compute_staleness([text], 8))
 
 
-def test_a_config_can_be_written_and_read(config):
+def test_config_can_be_encoded_as_json(config):
     assert json.loads(json.dumps(dataclasses.asdict(config)))["policy"]["correction"] == "icepop"

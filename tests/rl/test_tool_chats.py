@@ -1,5 +1,7 @@
-"""Two hundred chats with tools, by a policy that writes some of everything: what it sampled is what is learnt, byte for
-byte, with the log-probs that the learner has for it."""
+"""Two hundred chats with tools, by a policy that also writes malformed calls and invalid text.
+
+The sampled tokens are the trained tokens, byte for byte, with the log-probs that the trainer computes.
+"""
 
 import collections
 import functools
@@ -31,15 +33,15 @@ LOOK = {
     "type": "function",
     "function": {"name": "f", "parameters": {"properties": {"k": {"type": "string"}}}},
 }
-ASKED = {"role": "user", "content": "?"}
-# Merges of what the policy writes byte by byte, so that nobody who encodes its text again finds its tokens.
+QUESTION = {"role": "user", "content": "?"}
+# The merges contain text that the policy samples byte by byte. Encoding its text again gives other tokens.
 TOKENIZER = Tokenizer.train(
-    [render_chat([ASKED], tools=[LOOK]).text * 3, "ttt\ntt\nccc\ncc\n777\n77\n" * 99], 480
+    [render_chat([QUESTION], tools=[LOOK]).text * 3, "ttt\ntt\nccc\ncc\n777\n77\n" * 99], 480
 )
 SINGLE = {TOKENIZER.bytes_of(i): i for i in range(TOKENIZER.vocab_size)}
-# What may follow a token, and how often. Bytes behind each other are no text: two that begin a character, and one
-# that ends it.
-FOLLOWS = {
+# Relative frequencies of the next token. Some sequences of bytes are invalid text: two bytes that start a
+# character, and one that ends it.
+TRANSITIONS = {
     "<think>": {b"t": 6, b"\xc3": 1, "</think>": 3, "<tool_call>": 0.3},
     b"t": {b"t": 4, b"\xc3": 1, "</think>": 5},
     b"\xc3": {b"\xa9": 3, b"t": 2, "</think>": 5},
@@ -70,49 +72,51 @@ CFG = one_layer(
 
 
 def token(name) -> int:
+    """Returns the id of a byte or of a special token."""
     return SINGLE[name] if isinstance(name, bytes) else TOKENIZER.special_ids[name]
 
 
 @functools.cache
 def policy():
-    """Weights that follow the table, and what came before by some tenths of a nat."""
+    """Returns a model that follows the table, up to some tenths of a nat."""
     params = jax.tree.map(np.array, glm5.init_params(CFG, jax.random.key(0)))
     params["dense_layers"]["attn"]["o"] *= 5
     table = np.full((CFG.hidden_size, CFG.vocab_size), -10.0, np.float32)
-    for row, (name, after) in enumerate(FOLLOWS.items()):
+    for row, (name, next_weights) in enumerate(TRANSITIONS.items()):
         params["embed"]["weight"][token(name)] = np.eye(CFG.hidden_size)[row]
-        for other, weight in after.items():
-            table[row, token(other)] = np.log(weight / sum(after.values()))
+        for next_name, weight in next_weights.items():
+            table[row, token(next_name)] = np.log(weight / sum(next_weights.values()))
     params["lm_head"]["weight"] = table / np.sqrt(CFG.hidden_size)
     return glm5.Glm5(CFG, params=jax.tree.map(jnp.asarray, params))
 
 
-async def answers(task, call):
+async def answer_call(task, call):
+    """Answers a call; fails for some arguments."""
     if call.arguments.get("k", "").startswith("777"):
         raise ToolError("it is down")
     return f"<|user|>{call.arguments.get('k', 'é')}"
 
 
-async def likes_long_ones(task, attempt):
+async def reward_length(task, attempt):
     return Reward(float(attempt.num_sampled_tokens))
 
 
-def requires_checkpoint(turn, ids):
-    """Whether a prompt begins with a turn."""
+def continues_turn(turn, ids):
+    """Returns whether a prompt begins with a turn."""
     before = [*turn[0], *turn[1].ids]
     return list(ids[: len(before)]) == before
 
 
-def drops_end(turn, ids):
-    """Whether a prompt goes on from a turn whose call was followed by another marker than that of results."""
+def replaces_end_marker(turn, ids):
+    """Returns whether a prompt continues a turn whose calls ended with another marker than that of results."""
     *before, end = [*turn[0], *turn[1].ids]
     observation = token("<|observation|>")
     return end != observation and list(ids[: len(before) + 1]) == [*before, observation]
 
 
 @functools.cache
-def sampled():
-    """(groups, for each attempt in their order what the engine was asked and what it replied)."""
+def sample_groups():
+    """Returns (groups, (prompt, reply) pairs of each attempt in their order)."""
     engine = Engine(
         policy(),
         TOKENIZER,
@@ -122,33 +126,33 @@ def sampled():
     )
     generate, chats_seen = engine.generate, []
 
-    def watched(prompts, samplings):
+    def record_replies(prompts, samplings):
         replies = generate(prompts, samplings)
         for ids, reply in zip(prompts, replies, strict=True):
-            begun = [
-                own
-                for own in chats_seen
-                if requires_checkpoint(own[-1], ids) or drops_end(own[-1], ids)
+            matching = [
+                chat
+                for chat in chats_seen
+                if continues_turn(chat[-1], ids) or replaces_end_marker(chat[-1], ids)
             ]
-            if not begun:
+            if not matching:
                 chats_seen.append([])
-            (begun or chats_seen[-1:])[0].append((list(ids), reply))
+            (matching or chats_seen[-1:])[0].append((list(ids), reply))
         return replies
 
-    engine.generate = watched
+    engine.generate = record_replies
     chats = Chats(seed=0)
     tasks = [
         Task(id=f"t{i}", kind="any", messages=({"role": "user", "content": chats.text(6) + "?"},), tools=(LOOK,), thinking=i % 3 > 0)
         for i in range(20)
     ]  # fmt: skip
     config = RolloutConfig(group=GROUP, max_tokens=24, max_turns=4)
-    groups = Rollouts(engine, TOKENIZER, config, 0.9, answers).sample(tasks, 0)
-    run_sync(judge(groups, TaskSuite(tasks=None, held_out={}, verify=likes_long_ones), 8))
+    groups = Rollouts(engine, TOKENIZER, config, 0.9, answer_call).sample(tasks, 0)
+    run_sync(judge(groups, TaskSuite(tasks=None, held_out={}, verify=reward_length), 8))
     return groups, chats_seen
 
 
-def test_what_was_sampled_is_learnt_byte_for_byte():
-    groups, seen = sampled()
+def test_trains_on_sampled_tokens_byte_for_byte():
+    groups, seen = sample_groups()
     records = assign_credit(groups, CreditConfig(baseline="none"), CFG.vocab_size)
     streams = ("token_ids", "loss_mask", "rollout_logp", "rl_weight", "advantage")
     batch, rows = pack_records(records, 2 * LENGTH, 40, streams)
@@ -156,45 +160,46 @@ def test_what_was_sampled_is_learnt_byte_for_byte():
         glm5.params_of(policy()), batch
     )
     batch["logp"] = np.asarray(logp)
-    found = collections.Counter()
-    for i, own in enumerate(rows):
-        for segment, record in enumerate(own, 1):
-            here = batch["segment_ids"][i] == segment
-            row = {name: values[i, here] for name, values in batch.items()}
+    counts = collections.Counter()
+    for i, row_records in enumerate(rows):
+        for segment, record in enumerate(row_records, 1):
+            in_segment = batch["segment_ids"][i] == segment
+            row = {name: values[i, in_segment] for name, values in batch.items()}
             group, number = map(int, record.rollout_id.split("-"))
             replies = seen[group * GROUP + number]
-            learnt, before, dropped = np.zeros(here.sum(), bool), None, 0
+            is_trained, before, dropped = np.zeros(in_segment.sum(), bool), None, 0
             for turn, after in itertools.zip_longest(replies, replies[1:]):
-                asked, reply = turn
+                prompt, reply = turn
                 if before is not None:
-                    answered = asked[before + dropped :]
-                    assert answered[0] == token("<tool_response>")
-                    assert not {token("<|user|>"), token("<|observation|>")} & {*answered}
-                dropped = int(after is not None and drops_end(turn, after[0]))
-                before = len(asked) + len(reply.ids) - dropped
-                at = slice(len(asked), before)
-                ids, logprobs = (own[: at.stop - at.start] for own in (reply.ids, reply.logprobs))
-                assert row["token_ids"][: at.start].tolist() == asked
-                assert row["token_ids"][at].tolist() == ids
-                assert row["rollout_logp"][at].tolist() == np.float32(logprobs).tolist()
-                found += {"dropped": dropped}
-                learnt[at] = True
-                found += tally(reply)
+                    results = prompt[before + dropped :]
+                    assert results[0] == token("<tool_response>")
+                    assert not {token("<|user|>"), token("<|observation|>")} & {*results}
+                dropped = int(after is not None and replaces_end_marker(turn, after[0]))
+                before = len(prompt) + len(reply.ids) - dropped
+                positions = slice(len(prompt), before)
+                count = positions.stop - positions.start
+                ids, logprobs = reply.ids[:count], reply.logprobs[:count]
+                assert row["token_ids"][: positions.start].tolist() == prompt
+                assert row["token_ids"][positions].tolist() == ids
+                assert row["rollout_logp"][positions].tolist() == np.float32(logprobs).tolist()
+                counts += {"dropped": dropped}
+                is_trained[positions] = True
+                counts += tally(reply)
             for name in ("loss_mask", "rl_weight"):
-                assert ((row[name] != 0) == learnt).all()
+                assert ((row[name] != 0) == is_trained).all()
             reward = sum(len(reply.ids) for _, reply in replies)
-            assert (row["advantage"] == np.where(learnt, reward, 0)).all()
-            assert np.abs(row["logp"] - row["rollout_logp"])[learnt].max() < 1e-4
-            found += {"several turns": len(replies) > 1, "tokens": int(learnt.sum())}
-            found += {groups[group].attempts[number].finish_reason: 1}
-    # Or nothing was shown.
-    assert len(seen) == 200 and found["several turns"] > 100 and found["tokens"] > 3000
+            assert (row["advantage"] == np.where(is_trained, reward, 0)).all()
+            assert np.abs(row["logp"] - row["rollout_logp"])[is_trained].max() < 1e-4
+            counts += {"several turns": len(replies) > 1, "tokens": int(is_trained.sum())}
+            counts += {groups[group].attempts[number].finish_reason: 1}
+    # The chats cover all cases.
+    assert len(seen) == 200 and counts["several turns"] > 100 and counts["tokens"] > 3000
     for name in ("no text", "others", "in thought", "dropped", "stop", "length"):
-        assert found[name] > 5, (name, found)
+        assert counts[name] > 5, (name, counts)
 
 
 def tally(reply) -> collections.Counter:
-    """What is awkward in a reply."""
+    """Counts the irregularities of a reply."""
     text = TOKENIZER.decode(reply.ids)
     return collections.Counter(
         {
@@ -205,8 +210,8 @@ def tally(reply) -> collections.Counter:
     )
 
 
-def test_what_the_environment_broke_is_told_and_not_learnt():
-    groups, _ = sampled()
+def test_excludes_attempts_whose_environment_failed():
+    groups, _ = sample_groups()
     failed = {
         f"{i}-{j}"
         for i, group in enumerate(groups)
@@ -214,7 +219,9 @@ def test_what_the_environment_broke_is_told_and_not_learnt():
         if "it is down" in attempt.error
     }
     assert 5 < len(failed) < 100
-    learnt = {record.rollout_id for record in assign_credit(groups, CreditConfig(), CFG.vocab_size)}
-    everything = {f"{i}-{j}" for i in range(20) for j in range(GROUP)}
-    assert learnt == everything - failed
+    trained = {
+        record.rollout_id for record in assign_credit(groups, CreditConfig(), CFG.vocab_size)
+    }
+    all_ids = {f"{i}-{j}" for i in range(20) for j in range(GROUP)}
+    assert trained == all_ids - failed
     assert batch_metrics(groups)["rollout"]["environment_errors"] == len(failed) / 200

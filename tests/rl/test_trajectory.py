@@ -17,16 +17,16 @@ from glm5_jax.rl.types import Reward
 NAN = float("nan")
 
 
-def record(versions, **more):
+def record(versions, **options):
     sampled = np.array(versions) >= 0
     logp = np.where(sampled, -0.125, NAN)
     ids = np.arange(len(versions))
     return TokenRecord(
-        token_ids=ids, loss_mask=sampled, rollout_logp=logp, weight_version=versions, **more
+        token_ids=ids, loss_mask=sampled, rollout_logp=logp, weight_version=versions, **options
     )
 
 
-def made(reward=1.0, records=(), **more):
+def make_trajectory(reward=1.0, records=(), **options):
     return Trajectory(
         rollout_id="g-0",
         group_id="g",
@@ -35,25 +35,25 @@ def made(reward=1.0, records=(), **more):
         reward=Reward(reward),
         summary=summarize_records(records),
         records=tuple(records),
-        **more,
+        **options,
     )
 
 
 def test_encodes_trajectory_without_its_records():
-    one = made(
+    trajectory = make_trajectory(
         0.5,
         [record([-1, 3, 3, -1, 4])],
         metrics={"calls": 2.0},
         duration_s=1.5,
         has_used_tools=True,
     )
-    body = one.to_json()
+    body = trajectory.to_json()
     assert "records" not in body
     decoded = trajectory_from_json(json.loads(json.dumps(body)))
-    assert decoded.records == () and decoded.summary == one.summary
+    assert decoded.records == () and decoded.summary == trajectory.summary
     names = ("rollout_id", "group_id", "task", "number", "reward", "metrics")
     for name in (*names, "duration_s", "has_used_tools"):
-        assert getattr(decoded, name) == getattr(one, name)
+        assert getattr(decoded, name) == getattr(trajectory, name)
 
 
 def test_encodes_trajectory_that_failed():
@@ -70,8 +70,8 @@ def test_summarizes_all_branches():
     assert (summary.lengths, summary.num_trained_tokens) == ((4, 3), 4)
     assert (summary.versions, summary.is_truncated, summary.digest) == ((2, 4, 5), True, "d")
     assert not summarize_records(branches[::-1]).is_truncated
-    nothing = summarize_records([])
-    assert nothing.versions == nothing.lengths == () and not nothing.is_truncated
+    empty = summarize_records([])
+    assert empty.versions == empty.lengths == () and not empty.is_truncated
 
 
 def test_rejects_tokens_to_train_on_without_version():
@@ -91,8 +91,8 @@ def test_rejects_json_that_is_no_summary(changes):
 
 
 @pytest.mark.parametrize(
-    ("reward", "versions", "failed"),
+    ("reward", "versions", "has_failed"),
     [(0.0, [-1, 1], False), (None, [-1, 1], True), (0.0, [-1, -1], True)],
 )
-def test_failed_is_what_says_nothing_of_the_policy(reward, versions, failed):
-    assert made(reward, [record(versions)]).has_failed == failed
+def test_trajectory_without_reward_or_trained_tokens_has_failed(reward, versions, has_failed):
+    assert make_trajectory(reward, [record(versions)]).has_failed == has_failed

@@ -1,4 +1,4 @@
-"""Whether a server answers, and how it says where."""
+"""Tests health checks of servers, and the files in which servers write their ports."""
 
 import asyncio
 import signal
@@ -31,19 +31,19 @@ def url():
         yield url
 
 
-def test_only_an_answer_that_is_well_counts(url):
+def test_is_healthy_only_after_ok_response(url):
     assert is_healthy(f"{url}/health", 30)
     assert not is_healthy(f"{url}/nowhere", 30)
     assert not is_healthy(f"http://127.0.0.1:{find_free_port()}/health", 30)
 
 
-def test_an_answer_that_takes_too_long_is_none(url):
+def test_is_not_healthy_after_timeout(url):
     began = time.monotonic()
     assert not is_healthy(f"{url}/slow", 0.2)
     assert time.monotonic() - began < 30
 
 
-def test_what_speaks_no_http_does_not_answer():
+def test_is_not_healthy_without_http():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         command = [
@@ -51,20 +51,20 @@ def test_what_speaks_no_http_does_not_answer():
             "-c",
             f"from glm5_jax.runtime.client import is_healthy; print(is_healthy({address!r}, 30))",
         ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as asking:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as checker:
             listener.settimeout(60)
             connection, _ = listener.accept()
             connection.sendall(b"220 smtp\r\n")
             connection.close()
-            assert asking.communicate(timeout=60)[0] == "False\n"
+            assert checker.communicate(timeout=60)[0] == "False\n"
 
 
-def test_a_proxy_of_the_environment_is_not_asked(url, monkeypatch):
+def test_ignores_proxy_of_environment(url, monkeypatch):
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{find_free_port()}")
     assert is_healthy(f"{url}/health", 30)
 
 
-def test_a_port_is_told_whole_or_not_at_all(tmp_path):
+def test_writes_port_file_atomically(tmp_path):
     file = tmp_path / "ready"
     assert read_port_file(file) is None
     write_port_file(str(file), 8123)
@@ -76,7 +76,7 @@ def test_a_port_is_told_whole_or_not_at_all(tmp_path):
             read_port_file(file)
 
 
-def test_a_server_tells_its_port_once_it_listens(tmp_path):
+def test_server_writes_port_once_it_listens(tmp_path):
     file = tmp_path / "ready"
     code = f"""
 import asyncio

@@ -1,4 +1,4 @@
-"""Names of config fields: hints for wrong ones, and the meanings in docstrings."""
+"""Tests names of config fields: hints for wrong ones, and the meanings in docstrings."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ TREE = {
         ("rope_parameters", "rope_parameters is a group of fields; set one of them: rope_theta"),
     ],
 )
-def test_names_field_that_wrong_path_means(path, message):
+def test_suggests_field_for_wrong_path(path, message):
     with pytest.raises(ValueError, match=message):
         check_path(tree_of(presets.tiny()), path)
 
@@ -44,7 +44,7 @@ def test_accepts_path_of_field():
 
 
 @pytest.mark.parametrize(
-    ("path", "meant"),
+    ("path", "expected"),
     [
         ("steps", ["train.steps", "optimizer.ns_steps"]),
         ("lr", ["schedule.peak"]),
@@ -55,16 +55,16 @@ def test_accepts_path_of_field():
         ("colour", []),
     ],
 )
-def test_suggests_fields_by_name_and_by_names_of_other_programs(path, meant):
-    assert suggest(TREE, path)[: len(meant)] == meant
-    assert bool(suggest(TREE, path)) == bool(meant)
+def test_suggests_fields_by_similar_and_common_names(path, expected):
+    assert suggest(TREE, path)[: len(expected)] == expected
+    assert bool(suggest(TREE, path)) == bool(expected)
 
 
-def test_suggests_stage_s_field_for_common_name():
+def test_suggests_field_of_stage_for_common_name():
     assert suggest({"sft": TREE}, "learning_rate") == ["sft.schedule.peak"]
 
 
-def test_offers_flags_of_program_and_lists_fields_if_none_is_similar():
+def test_suggests_flags_and_lists_fields():
     with pytest.raises(ValueError, match="no field .workdri.; did you mean --workdir"):
         check_path(TREE, "workdri", "--", {"workdir"})
     with pytest.raises(ValueError, match="no field 'colour' in train; there are --train.steps, "):

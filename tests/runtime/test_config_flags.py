@@ -1,4 +1,4 @@
-"""Configs become editable for flags and freeze back with every check."""
+"""Tests that configs become mutable for flags and freeze again with every check."""
 
 import ast
 import dataclasses
@@ -10,19 +10,19 @@ from glm5_jax.runtime.config_fields import check_path, tree_of
 from glm5_jax.runtime.config_flags import flags_between, to_frozen, to_mutable
 
 
-def test_a_round_trip_changes_nothing():
+def test_round_trip_changes_nothing():
     for name in presets.PRESETS:
         config = presets.get(name)
         assert to_frozen(to_mutable(config)) == config
 
 
-def test_edits_arrive_and_the_original_stays():
+def test_edits_copy_and_keeps_original():
     config = presets.tiny()
-    twin = to_mutable(config)
-    twin.num_hidden_layers = 2
-    twin.rope_parameters.rope_theta = 500
-    twin.eos_token_id = [1, 2]
-    frozen = to_frozen(twin)
+    mutable = to_mutable(config)
+    mutable.num_hidden_layers = 2
+    mutable.rope_parameters.rope_theta = 500
+    mutable.eos_token_id = [1, 2]
+    frozen = to_frozen(mutable)
     assert (frozen.num_hidden_layers, frozen.rope_parameters.rope_theta) == (2, 500.0)
     assert frozen.eos_token_id == (1, 2)
     assert config == presets.tiny()
@@ -40,31 +40,31 @@ def test_edits_arrive_and_the_original_stays():
         ("num_experts_per_tok", 99, "exceeds n_routed_experts 16"),
     ],
 )
-def test_wrong_values_are_refused(field, value, message):
-    twin = to_mutable(presets.tiny())
-    setattr(twin, field, value)
+def test_rejects_wrong_values(field, value, message):
+    mutable = to_mutable(presets.tiny())
+    setattr(mutable, field, value)
     with pytest.raises(ValueError, match=message):
-        to_frozen(twin)
+        to_frozen(mutable)
 
 
-def test_a_refusal_inside_names_the_part():
-    twin = to_mutable(presets.tiny())
-    twin.rope_parameters.rope_theta = -1.0
+def test_names_part_with_invalid_value():
+    mutable = to_mutable(presets.tiny())
+    mutable.rope_parameters.rope_theta = -1.0
     with pytest.raises(ValueError, match="^rope_parameters: .*rope_theta is -1.0"):
-        to_frozen(twin)
+        to_frozen(mutable)
 
 
-def test_none_can_be_given_as_text():
+def test_reads_none_from_text():
     @dataclasses.dataclass(frozen=True)
     class Config:
         folder: str | None = "there"
 
-    twin = to_mutable(Config())
-    twin.folder = "none"
-    assert to_frozen(twin) == Config(None)
+    mutable = to_mutable(Config())
+    mutable.folder = "none"
+    assert to_frozen(mutable) == Config(None)
 
 
-def test_dataclasses_in_a_tuple_may_be_written_as_dicts():
+def test_reads_dataclasses_in_tuple_from_dicts():
     @dataclasses.dataclass(frozen=True)
     class Source:
         kind: str
@@ -74,17 +74,17 @@ def test_dataclasses_in_a_tuple_may_be_written_as_dicts():
     class Config:
         sources: tuple[Source, ...] = ()
 
-    # A function's classes cannot be looked up by name, so the types are written out.
+    # Local classes cannot be looked up by name, so the annotation is set to the type.
     Config.__annotations__["sources"] = tuple[Source, ...]
-    twin = to_mutable(Config())
-    twin.sources = [{"kind": "text", "weight": 2.0}]
-    assert to_frozen(twin) == Config((Source("text", 2.0),))
-    twin.sources = [{"sort": "text"}]
+    mutable = to_mutable(Config())
+    mutable.sources = [{"kind": "text", "weight": 2.0}]
+    assert to_frozen(mutable) == Config((Source("text", 2.0),))
+    mutable.sources = [{"sort": "text"}]
     with pytest.raises(ValueError, match="is no Source; its fields are kind, weight"):
-        to_frozen(twin)
-    twin.sources = ["text"]
+        to_frozen(mutable)
+    mutable.sources = ["text"]
     with pytest.raises(ValueError, match="sources is .'text',.; it must be of type tuple"):
-        to_frozen(twin)
+        to_frozen(mutable)
 
 
 def test_shows_type_and_example_of_structured_field():
@@ -108,7 +108,7 @@ def test_shows_type_and_example_of_structured_field():
     )
 
 
-def test_a_dict_becomes_the_dataclass_of_a_union_that_has_its_fields_and_so_does_what_is_in_it():
+def test_reads_dict_as_matching_dataclass_of_union():
     @dataclasses.dataclass(frozen=True)
     class Part:
         size: int = 1
@@ -131,31 +131,31 @@ def test_a_dict_becomes_the_dataclass_of_a_union_that_has_its_fields_and_so_does
     Config.__annotations__["sources"] = tuple[Text | Task, ...]
     Text.__annotations__["part"] = Part | None
     Task.__annotations__["part"] = Part
-    twin = to_mutable(Config())
-    twin.sources = [{"part": {"size": 2}, "path": "x"}, {"path": "y"}]
-    assert to_frozen(twin) == Config((Text("x", part=Part(2)), Text("y")))
-    # Text comes first and has all the fields given, but not without a path.
-    twin.sources = [{"part": {"size": 3}, "weight": 2.0}]
-    assert to_frozen(twin) == Config((Task(Part(3), 2.0),))
+    mutable = to_mutable(Config())
+    mutable.sources = [{"part": {"size": 2}, "path": "x"}, {"path": "y"}]
+    assert to_frozen(mutable) == Config((Text("x", part=Part(2)), Text("y")))
+    # Text comes first and has both fields, but it requires a path.
+    mutable.sources = [{"part": {"size": 3}, "weight": 2.0}]
+    assert to_frozen(mutable) == Config((Task(Part(3), 2.0),))
     for wrong in ({"part": {"width": 3}}, {"sort": 1}):
-        twin.sources = [wrong]
+        mutable.sources = [wrong]
         with pytest.raises(ValueError, match="is no .*; its fields are "):
-            to_frozen(twin)
+            to_frozen(mutable)
     with pytest.raises(
         ValueError, match="no Text; its fields are path, weight, part; and no Task; "
     ):
-        to_frozen(twin)
-    for wrong, said in (
+        to_frozen(mutable)
+    for wrong, expected_error in (
         ({"path": "x", "part": {"size": "5"}}, "sources: size is '5'; it must be of type int"),
         ({"path": "x", "part": "big"}, "sources: part is 'big'; it must be of type"),
         ({"path": 1}, "sources: path is 1; it must be of type str"),
     ):
-        twin.sources = [wrong]
-        with pytest.raises(ValueError, match=f"^{said}"):
-            to_frozen(twin)
+        mutable.sources = [wrong]
+        with pytest.raises(ValueError, match=f"^{expected_error}"):
+            to_frozen(mutable)
 
 
-def test_a_tuple_within_a_dict_may_be_written_as_a_list():
+def test_reads_tuple_in_dict_from_list():
     @dataclasses.dataclass(frozen=True)
     class Part:
         sizes: tuple[int, ...] = ()
@@ -165,12 +165,12 @@ def test_a_tuple_within_a_dict_may_be_written_as_a_list():
         parts: tuple[Part, ...] = ()
 
     Config.__annotations__["parts"] = tuple[Part, ...]
-    twin = to_mutable(Config())
-    twin.parts = [{"sizes": [1, 2]}]
-    assert to_frozen(twin) == Config((Part((1, 2)),))
+    mutable = to_mutable(Config())
+    mutable.parts = [{"sizes": [1, 2]}]
+    assert to_frozen(mutable) == Config((Part((1, 2)),))
 
 
-def test_flags_make_one_config_of_another():
+def test_flags_between_configs_reproduce_second():
     @dataclasses.dataclass(frozen=True)
     class Part:
         size: int = 1
@@ -184,20 +184,20 @@ def test_flags_make_one_config_of_another():
         parts: tuple[Part, ...] = (Part(),)
         model: object = None
 
-    wanted = Config(2e-5, "there", Part(name="b c"), (Part(2), Part(3, "d")))
-    found = flags_between(Config(), wanted)
-    assert [path for path, _ in found] == ["rate", "folder", "part.name", "parts"]
-    assert flags_between(wanted, wanted) == []
-    twin = to_mutable(Config())
-    for path, text in found:
+    expected = Config(2e-5, "there", Part(name="b c"), (Part(2), Part(3, "d")))
+    flags = flags_between(Config(), expected)
+    assert [path for path, _ in flags] == ["rate", "folder", "part.name", "parts"]
+    assert flags_between(expected, expected) == []
+    mutable = to_mutable(Config())
+    for path, text in flags:
         *groups, name = path.split(".")
-        node = twin
+        node = mutable
         for group in groups:
             node = getattr(node, group)
         setattr(node, name, text if name in ("folder", "name") else ast.literal_eval(text))
-    assert to_frozen(twin) == wanted
+    assert to_frozen(mutable) == expected
     with pytest.raises(ValueError, match="part is a str, and no flag turns a Part into it"):
-        flags_between(Config(), dataclasses.replace(wanted, part="x"))
+        flags_between(Config(), dataclasses.replace(expected, part="x"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,13 +206,13 @@ class _Listening:
     key: str | None = dataclasses.field(default=None, metadata={"flag": False})
 
 
-def test_gives_no_flag_to_secrets():
-    """They keep their value, and no other program can be started with it by flags."""
-    twin = to_mutable(_Listening(key="secret"))
-    twin.port = 2
-    assert to_frozen(twin) == _Listening(2, "secret")
+def test_excludes_secrets_from_flags():
+    """Secrets keep their value, and flags cannot pass them to another program."""
+    mutable = to_mutable(_Listening(key="secret"))
+    mutable.port = 2
+    assert to_frozen(mutable) == _Listening(2, "secret")
     with pytest.raises(ValueError, match="no field 'key'"):
-        check_path(tree_of(twin), "key")
+        check_path(tree_of(mutable), "key")
     assert flags_between(_Listening(), _Listening(2)) == [("port", "2")]
     with pytest.raises(ValueError, match="key has no flag"):
         flags_between(_Listening(), _Listening(key="secret"))

@@ -1,4 +1,4 @@
-"""Progress: plain lines into files, a bar on a terminal."""
+"""Tests progress output: plain lines in files, a bar on a terminal."""
 
 import io
 import threading
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_file_gets_the_first_and_the_last_line_but_not_every_step():
+def test_writes_first_and_last_step_to_file():
     out = io.StringIO()
     with ProgressBar(50, 0, stream=out) as progress:
         for i in range(1, 51):
@@ -26,7 +26,7 @@ def test_a_file_gets_the_first_and_the_last_line_but_not_every_step():
     assert len(lines) == 2
 
 
-def test_slow_steps_get_a_line_each(monkeypatch):
+def test_writes_line_for_each_slow_step(monkeypatch):
     monkeypatch.setattr(console, "LINE_INTERVAL_S", 0.0)
     out = io.StringIO()
     with ProgressBar(9000, 100, stream=out) as progress:
@@ -39,7 +39,7 @@ def test_slow_steps_get_a_line_each(monkeypatch):
     ]
 
 
-def test_estimates_time_without_what_came_before_the_first_step(monkeypatch):
+def test_estimates_time_without_first_step(monkeypatch):
     for steps_left, eta in ((999, "16:39"), (59, "0:59"), (3661, "1:01:01")):
         times = iter([1000.0, 1100.0])
         out = io.StringIO()
@@ -52,7 +52,7 @@ def test_estimates_time_without_what_came_before_the_first_step(monkeypatch):
         assert second.endswith(f"eta {eta}"), (steps_left, second)
 
 
-def test_printed_text_is_taken_literally():
+def test_prints_text_literally():
     out = io.StringIO()
     with ProgressBar(3, stream=out) as progress:
         progress.print("[bold]ROMEO[/bold]: \\ :smile: " + "x" * 300)
@@ -60,8 +60,8 @@ def test_printed_text_is_taken_literally():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_output_can_be_piped(monkeypatch, terminal):
-    """The bar, or its lines, are no part of it."""
+def test_keeps_progress_out_of_standard_output(monkeypatch, terminal):
+    """The bar and its lines go to standard error, so that output can be piped."""
     monkeypatch.setenv("TERM", "xterm")
     out, shown = io.StringIO(), Terminal() if terminal else io.StringIO()
     monkeypatch.setattr("sys.stdout", out)
@@ -76,7 +76,7 @@ def test_output_can_be_piped(monkeypatch, terminal):
     assert "finding" not in shown.getvalue() and "another" not in shown.getvalue()
 
 
-def test_a_terminal_shows_a_bar(monkeypatch):
+def test_shows_bar_on_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     with ProgressBar(10, 5, stream=out) as progress:
@@ -86,7 +86,7 @@ def test_a_terminal_shows_a_bar(monkeypatch):
     assert "a sample" in out.getvalue()
 
 
-def test_reports_long_wait_now_and_then_and_stops_at_its_end(monkeypatch):
+def test_reports_long_wait_until_end(monkeypatch):
     monkeypatch.setattr(console, "WAIT_INTERVAL_S", 0.001)
     out, threads = io.StringIO(), threading.active_count()
     with spinner("compiling [x]", stream=out):
@@ -95,19 +95,19 @@ def test_reports_long_wait_now_and_then_and_stops_at_its_end(monkeypatch):
             assert time.monotonic() < deadline, "no line was written"
             time.sleep(0.001)
     assert set(out.getvalue().splitlines()) == {"compiling [x]  0:00"}
-    assert threading.active_count() <= threads, "nothing is left that would write another line"
+    assert threading.active_count() <= threads, "no thread is left that would write another line"
 
 
-def test_what_is_soon_over_says_nothing_in_a_file():
+def test_spinner_writes_nothing_for_short_wait_to_file():
     out = io.StringIO()
     with spinner("compiling", stream=out):
         pass
     assert out.getvalue() == ""
 
 
-def test_what_takes_long_shows_its_seconds_on_a_terminal():
+def test_spinner_shows_seconds_on_terminal():
     out = Terminal()
     with pytest.raises(KeyError), spinner("compiling [x]", stream=out):
         raise KeyError
     assert "compiling [x]" in out.getvalue() and "0:00:00" in out.getvalue()
-    assert out.getvalue().rstrip().endswith("\x1b[2K")  # taken away again
+    assert out.getvalue().rstrip().endswith("\x1b[2K")  # the line is cleared

@@ -1,4 +1,4 @@
-"""The lock of a folder: one process at a time, whatever becomes of it, and no more than a warning without locks."""
+"""Tests the folder lock: one process at a time, released when it dies, and only a warning without locks."""
 
 import errno
 import fcntl
@@ -43,10 +43,10 @@ def test_ends_lock_of_killed_process(tmp_path):
 
 
 def test_warns_where_file_system_has_no_locks(tmp_path, monkeypatch, caplog):
-    def refuse(*_):
+    def raise_unsupported(*_):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raise_unsupported)
     with caplog.at_level(logging.WARNING), FolderLock(tmp_path):
         assert "has no locks" in caplog.text
 

@@ -1,4 +1,4 @@
-"""A server that starts while the disk is full waits for room to tell its port; other errors end it."""
+"""Tests that a server that starts on a full disk waits for room to write its port, and ends on other errors."""
 
 import asyncio
 import errno
@@ -12,7 +12,7 @@ from glm5_jax.runtime.ready_file import read_port_file
 
 
 class Small(HttpServer):
-    """Has no routes."""
+    """Server without routes."""
 
     def routes(self):
         return {}
@@ -20,7 +20,7 @@ class Small(HttpServer):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Has the next writes of a ready file fail, each with an error of this number, and none of them wait."""
+    """Returns a list of error numbers, with which the next writes of a ready file fail, without delay between tries."""
     write, numbers = http_server.write_port_file, []
 
     def fail(ready_file, port):
@@ -34,7 +34,7 @@ def full_disk(monkeypatch):
     return numbers
 
 
-def test_waits_for_room_to_tell_port(tmp_path, full_disk):
+def test_waits_for_room_to_write_port(tmp_path, full_disk):
     full_disk += [errno.ENOSPC, errno.EDQUOT, errno.ENOSPC]
     small, ports = Small(ListenConfig(port=0, ready_file=str(tmp_path / "ready"))), []
 
@@ -46,7 +46,7 @@ def test_waits_for_room_to_tell_port(tmp_path, full_disk):
     assert not full_disk and ports == [read_port_file(tmp_path / "ready")]
 
 
-def test_ends_where_it_may_not_tell_port(tmp_path, full_disk):
+def test_ends_without_permission_to_write_port(tmp_path, full_disk):
     full_disk += [errno.EACCES]
     small = Small(ListenConfig(port=0, ready_file=str(tmp_path / "ready")))
     with pytest.raises(PermissionError):

@@ -1,7 +1,6 @@
-"""Bodies of JSON read piece by piece: the values of `json.loads`, and what is refused before it is copied."""
+"""Tests reading JSON in pieces: values equal those of `json.loads`, and large bodies are rejected before copying."""
 
 import json
-import tracemalloc
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -9,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from glm5_jax.runtime import json_body
 from glm5_jax.runtime.http_server import ApiError, read_json
 from glm5_jax.runtime.json_body import JsonLimits, NumberList, TooLarge, parse
+from tests.traced_memory import traced_memory
 
 SCALARS = (
     st.none()
@@ -22,7 +22,7 @@ VALUES = st.recursive(
 )
 
 
-def in_pieces(body, limits=JsonLimits()):
+def parse_in_pieces(body, limits=JsonLimits()):
     return parse(body, limits, single_pass_bytes=0)
 
 
@@ -31,28 +31,28 @@ def in_pieces(body, limits=JsonLimits()):
 def test_reads_values_of_json_in_pieces(value, ascii_only, indent):
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     body = text.encode("utf-8", "surrogatepass" if ascii_only else "replace")
-    want = json.loads(body.decode())
-    assert in_pieces(body) == want == parse(body)
+    expected = json.loads(body.decode())
+    assert parse_in_pieces(body) == expected == parse(body)
 
 
 def test_reads_long_texts_with_escapes():
     text = 'a"\\\n\ud7ff😀é' * 20_000
     for ascii_only in (True, False):
         body = json.dumps({"text": [text, "x" * 200_000]}, ensure_ascii=ascii_only).encode()
-        assert in_pieces(body) == {"text": [text, "x" * 200_000]}
+        assert parse_in_pieces(body) == {"text": [text, "x" * 200_000]}
 
 
-def test_leaves_long_lists_of_numbers_as_text():
+def test_keeps_long_lists_of_numbers_as_text():
     numbers = [*range(100_000), -1, 2.5, 1e9]
-    found = in_pieces(json.dumps({"ids": numbers, "more": [[1, 2], numbers]}).encode())
-    assert isinstance(found["ids"], NumberList) and len(found["ids"]) == len(numbers)
-    assert list(found["ids"]) == numbers == list(found["more"][1]) and found["more"][0] == [1, 2]
-    broken = in_pieces(b"[" + b"1," * 1000 + b",2]")
+    body = parse_in_pieces(json.dumps({"ids": numbers, "more": [[1, 2], numbers]}).encode())
+    assert isinstance(body["ids"], NumberList) and len(body["ids"]) == len(numbers)
+    assert list(body["ids"]) == numbers == list(body["more"][1]) and body["more"][0] == [1, 2]
+    broken = parse_in_pieces(b"[" + b"1," * 1000 + b",2]")
     with pytest.raises(ValueError, match="no valid numbers"):
         list(broken)
 
 
-WRONG = [
+INVALID = [
     b"",
     b"{",
     b"[1,]",
@@ -78,8 +78,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("body", WRONG, ids=repr)
-def test_refuses_what_is_no_json(body):
+@pytest.mark.parametrize("body", INVALID, ids=repr)
+def test_rejects_invalid_json(body):
     for single_pass_bytes in (0, len(body)):
         with pytest.raises(ValueError):
             parse(body, single_pass_bytes=single_pass_bytes)
@@ -89,19 +89,19 @@ def test_refuses_what_is_no_json(body):
 
 
 def test_reads_texts_of_many_digits():
-    """Which are no numbers; those next to them are read as ever."""
+    """Digits in a text are not a number, and do not affect the numbers next to it."""
     body = b'{"text": "' + b"7" * 5000 + b'", "n": 12, "x": -1.5e300}'
-    assert parse(body) == in_pieces(body) == {"text": "7" * 5000, "n": 12, "x": -1.5e300}
+    assert parse(body) == parse_in_pieces(body) == {"text": "7" * 5000, "n": 12, "x": -1.5e300}
 
 
-def test_refuses_deep_nesting():
+def test_rejects_deep_nesting():
     for body in (b"[" * 100_000, b'{"a":' * 20_000):
         with pytest.raises(ApiError, match="nested too deeply"):
             read_json(body)
 
 
 @pytest.mark.parametrize(
-    "body, limits, words",
+    "body, limits, expected_error",
     [
         (
             b'{"a": "' + b"x" * 10_000_000 + b'"}',
@@ -123,24 +123,15 @@ def test_refuses_deep_nesting():
     ],
     ids=["text", "escapes", "numbers", "lists", "objects"],
 )
-def test_refuses_large_bodies_before_copying_them(body, limits, words):
-    tracemalloc.start()
-    try:
-        with pytest.raises(TooLarge, match=words):
-            parse(body, limits)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 1_000_000
+def test_rejects_large_bodies_before_copying(body, limits, expected_error):
+    with traced_memory() as memory, pytest.raises(TooLarge, match=expected_error):
+        parse(body, limits)
+    assert memory.peak < 1_000_000
 
 
 def test_keeps_lists_of_numbers_in_little_memory():
     body = b'{"input_ids": [' + b"1," * 5_000_000 + b"1]}"
-    tracemalloc.start()
-    try:
-        found = parse(body, JsonLimits())
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(found["input_ids"]) == 5_000_001 and peak < 1_000_000
+    with traced_memory() as memory:
+        value = parse(body, JsonLimits())
+    assert len(value["input_ids"]) == 5_000_001 and memory.peak < 1_000_000
     assert json_body.MAX_SINGLE_PASS_BYTES < len(body)

@@ -1,11 +1,10 @@
-"""Answers that are encoded in pieces are those that are encoded at once."""
+"""Tests that encoding in pieces gives the same JSON as encoding at once."""
 
 import json
 
 from hypothesis import given, settings, strategies as st
 
-from glm5_jax.runtime.http_server import json_bytes
-from glm5_jax.runtime.json_pieces import encode_in_pieces
+from glm5_jax.runtime.json_encoding import encode_in_pieces, json_bytes
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -17,7 +16,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 @settings(max_examples=100, deadline=None)
-def test_encodes_in_pieces_what_is_encoded_at_once(value):
+def test_encodes_in_pieces_as_at_once(value):
     assert encode_in_pieces(value) == json_bytes(value)
 
 

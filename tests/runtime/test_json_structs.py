@@ -1,4 +1,4 @@
-"""JSON values as typed messages: numbers as the types describe them, and errors that name the field."""
+"""Tests JSON values as typed messages: numbers follow the types, and errors name the field."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec import Meta
 
-from glm5_jax.runtime.http_server import ApiError, json_bytes
+from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.runtime.json_body import NumberList, parse
+from glm5_jax.runtime.json_encoding import json_bytes
 from glm5_jax.runtime.json_structs import (
     MAX_INTEGER,
     MIN_INTEGER,
     Integer,
     JsonStruct,
+    Numbers,
     Seconds,
     decode,
 )
@@ -25,6 +27,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=4, pattern="^[a-z]+$")]
 
 class Row(JsonStruct, kw_only=True, frozen=True):
     count: Digit | None = None
+
+
+class AnyBody(JsonStruct, kw_only=True, frozen=True):
+    numbers: Numbers = None
+    anything: Any = None
 
 
 class Body(JsonStruct, kw_only=True, frozen=True):
@@ -45,7 +52,7 @@ class Body(JsonStruct, kw_only=True, frozen=True):
     anything: Any = None
 
 
-def test_makes_integers_of_whole_numbers_everywhere():
+def test_converts_integral_floats_to_integers():
     value = {"count": 2.0, "seed": -3.0, "ids": [1.0, 2], "inner": {"count": 4.0}}
     body = decode(value | {"rows": [{"count": 5.0}], "number": 1}, Body)
     assert (body.count, body.seed, body.ids, body.inner.count) == (2, -3, (1, 2), 4)
@@ -54,8 +61,8 @@ def test_makes_integers_of_whole_numbers_everywhere():
 
 
 @given(st.one_of(st.integers(), st.floats(), st.sampled_from([1e300, 2**63, 10**400, 1e-30, True])))
-def test_gives_integers_in_range_or_names_the_field(value):
-    """A field without bounds has the range of 64 bits."""
+def test_accepts_integers_in_range(value):
+    """A field without bounds has the range of 64 bits. Errors name the field."""
     fits = (
         not isinstance(value, bool) and math.isfinite(min(value, 10**300)) and value == value // 1
     )
@@ -69,7 +76,7 @@ def test_gives_integers_in_range_or_names_the_field(value):
 
 
 @pytest.mark.parametrize("value", [-1, 10**400, float("inf"), float("nan"), "1", True])
-def test_refuses_numbers_that_are_none_or_out_of_range(value):
+def test_rejects_invalid_numbers(value):
     with pytest.raises(ApiError) as caught:
         decode({"count": 1, "number": value}, Body)
     assert caught.value.param == "number" and len(str(caught.value)) < 400
@@ -87,8 +94,8 @@ FIELDS = sorted(Body.__struct_fields__)
 
 
 @given(st.dictionaries(st.sampled_from([*FIELDS, "user", "penalty", "strict"]), JSON))
-def test_refuses_each_value_with_its_field_and_its_reason(fields):
-    """The words are ours, never those of msgspec, which name no value."""
+def test_names_field_of_any_invalid_value(fields):
+    """Messages never contain those of msgspec, which name no value."""
     try:
         body = decode({"count": 1} | fields, Body)
     except ApiError as error:
@@ -121,20 +128,20 @@ def test_refuses_each_value_with_its_field_and_its_reason(fields):
         ({"strict": 0}, "strict: 0 is not supported, False was expected; leave it out"),
     ],
 )
-def test_says_what_is_wrong(fields, message):
+def test_explains_invalid_value(fields, message):
     with pytest.raises(ApiError) as caught:
         decode({"count": 1} | fields, Body)
     assert str(caught.value) == message and caught.value.status == 400
 
 
-def test_refuses_values_that_are_no_objects():
+def test_rejects_values_that_are_not_objects():
     for value in (None, [], 3, "x"):
         with pytest.raises(ApiError, match="is not of type 'object'") as caught:
             decode(value, Body)
         assert caught.value.param is None
 
 
-def test_leaves_out_nulls_and_fields_that_mean_nothing():
+def test_ignores_nulls_and_neutral_fields():
     value = {"count": 1, "seed": None, "inner": {"count": None}, "kind": None}
     more = {"user": ["x"], "penalty": 0.0, "strict": False}
     assert (
@@ -156,7 +163,7 @@ def test_names_unknown_fields_briefly():
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
-def test_ignores_unknown_fields_with_a_neutral_value(value):
+def test_ignores_unknown_fields_with_neutral_value(value):
     assert decode({"count": 1, "x": value}, Body, ignore_neutral=True) == Body(count=1)
     with pytest.raises(ApiError, match="x: no such field"):
         decode({"count": 1, "x": value}, Body)
@@ -164,7 +171,7 @@ def test_ignores_unknown_fields_with_a_neutral_value(value):
         decode({"count": 1, "x": 0}, Body, ignore_neutral=True)
 
 
-def test_refuses_long_lists_before_looking_at_their_items():
+def test_rejects_long_lists_before_reading_items():
     with pytest.raises(ApiError, match="rows: 4 items are too many; give at most 3"):
         decode({"count": 1, "rows": ["x"] * 4}, Body)
     body = parse(b'{"count": 1, "ids": [' + b"1," * 999_999 + b"1]}")
@@ -172,7 +179,7 @@ def test_refuses_long_lists_before_looking_at_their_items():
         decode(body, Body)
 
 
-def test_checks_items_of_lists_that_are_still_text():
+def test_checks_items_of_unparsed_lists():
     body = parse(b'{"ids": [' + b"1.0," * 2000 + b'7], "count": 1}', single_pass_bytes=0)
     assert decode(body, Body).ids == (*[1] * 2000, 7)
     for wrong in (b"1.5,", b"1,,", b"99999999999999999999,"):
@@ -181,14 +188,42 @@ def test_checks_items_of_lists_that_are_still_text():
             decode(body, Body)
 
 
-def test_copies_no_values_of_any_type():
+def test_does_not_copy_values_of_type_any():
     body = parse(b'{"anything": [' + b"1," * 2000 + b'7], "count": 1}', single_pass_bytes=0)
-    assert isinstance(decode(body, Body).anything, NumberList)
+    assert decode(body, Body).anything == [1] * 2000 + [7]
     value = {"count": 1, "anything": {"a": [1]}}
     assert decode(value, Body).anything is value["anything"]
 
 
-def test_encodes_what_differs_from_the_default():
+def test_encodes_only_non_default_fields():
     body = Body(count=1, inner=Row(count=2), anything=["\ud800", math.nan])
     text = b'{"count":1,"inner":{"count":2},"anything":["?",null]}'
     assert json_bytes(body) == text and json_bytes({"body": [body]}) == b'{"body":[' + text + b"]}"
+
+
+def test_passes_number_lists_only_to_fields_that_read_them():
+    text = b"[" + b"1," * 2000 + b"7]"
+    body = parse(
+        b'{"numbers": ' + text + b', "anything": {"a": [' + text + b"]}}", single_pass_bytes=0
+    )
+    fields = decode(body, AnyBody)
+    assert isinstance(fields.numbers, NumberList)
+    assert fields.anything == {"a": [[1] * 2000 + [7]]}
+    body = parse(b'{"anything": [' + text.replace(b"1,", b"1,,") + b"]}", single_pass_bytes=0)
+    with pytest.raises(ApiError, match="^anything"):
+        decode(body, AnyBody)
+
+
+def test_reads_deeply_nested_values():
+    value = []
+    for _ in range(5000):
+        value = [value]
+    assert decode({"anything": value}, AnyBody).anything is value
+
+
+@pytest.mark.parametrize(
+    "value", ["\ud800", {"count": 1, "kind": "\ud800"}, {"count": 1, "name": "\udfff"}]
+)
+def test_rejects_lone_surrogates(value):
+    with pytest.raises(ApiError, match="is not|does not match"):
+        decode(value, Body)

@@ -1,4 +1,4 @@
-"""No server listens on every network without a key, however its host is spelled."""
+"""Tests that no server listens on every network without a key, in any spelling of the host."""
 
 import contextlib
 import socket
@@ -6,13 +6,14 @@ import socket
 import pytest
 
 from glm5_jax.rl.orchestrator.task_service import ServiceConfig
-from glm5_jax.runtime.http_server import HttpServer, ListenConfig, json_response, read_key
+from glm5_jax.runtime.api_keys import read_key
+from glm5_jax.runtime.http_server import HttpServer, ListenConfig, json_response
 
 EVERYWHERE = ["0.0.0.0", "0", "00", "0x0", "0.0", "0.0.0", "::", "0:0::0", "::ffff:0.0.0.0", ""]
 
 
 class Small(HttpServer):
-    """Has /health alone."""
+    """Server with /health only."""
 
     def routes(self):
         return {"GET": {"/health": self._health}}
@@ -22,10 +23,15 @@ class Small(HttpServer):
 
 
 @pytest.mark.parametrize("host", EVERYWHERE)
-def test_rejects_every_spelling_without_key(host):
-    with pytest.raises(ValueError, match="every network reaches, and there is no API key"):
+def test_rejects_every_spelling_without_key(host, tmp_path):
+    error = f"host is {host}, which every network reaches, and there is no API key"
+    with pytest.raises(ValueError, match=error):
         ListenConfig(host=host)
+    assert ListenConfig(host=host, trusted_network=True).host == host
     assert ListenConfig(host=host, api_key="secret").host == host
+    file = tmp_path / "key"
+    file.write_text("k\n")
+    assert ListenConfig(host=host, api_key_file=str(file)).api_key is None
     with pytest.raises(
         ValueError, match="give url, by which the orchestrator reaches this service"
     ):
@@ -60,7 +66,7 @@ def test_rejects_name_that_resolves_to_every_network(monkeypatch):
 @pytest.mark.parametrize(
     "content", [b"", b" \n", b"a b", b"a\nb", "ä".encode(), b"a\0b", b"a\x1bb"]
 )
-def test_rejects_key_that_no_header_can_hold(tmp_path, content):
+def test_rejects_key_that_is_invalid_in_header(tmp_path, content):
     path = tmp_path / "key"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="must hold the key and nothing else"):

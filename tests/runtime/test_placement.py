@@ -1,4 +1,4 @@
-"""What a role is, and in which order roles can start."""
+"""Tests the definition of roles and the order in which they start."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def server(name, *words, **more) -> Role:
     return Role(name=name, argv=["serve", "--port={port}", "--ready={ready}", *words], **more)
 
 
-def test_what_a_role_needs_is_read_from_its_command():
+def test_reads_dependencies_from_command():
     role = server(
         "orchestrator", "--gateway={gateway.url}", "--engines={engine.urls}", after=["judge"]
     )
@@ -27,7 +27,7 @@ def test_what_a_role_needs_is_read_from_its_command():
     assert not Role(name="train", argv=["python", "{index}"]).serves
 
 
-def test_roles_start_behind_those_they_need_and_otherwise_as_they_were_given():
+def test_orders_roles_after_their_dependencies():
     roles = [
         server("orchestrator", "{gateway.url}"),
         server("gateway", "{engine.urls}"),
@@ -42,14 +42,14 @@ def test_roles_start_behind_those_they_need_and_otherwise_as_they_were_given():
     ]
 
 
-def test_only_words_in_braces_are_filled_in():
+def test_substitutes_only_words_in_braces():
     argv = ["{python}", "--x={'kind': 'a'}", "--port={port}", "{engine.urls}", "${HOME} {}"]
     values = {"python": "py", "port": "0", "engine.urls": "http://a,http://b"}
-    done = ["py", "--x={'kind': 'a'}", "--port=0", "http://a,http://b", "${HOME} {}"]
-    assert substitute_words(argv, values) == done
+    expected = ["py", "--x={'kind': 'a'}", "--port=0", "http://a,http://b", "${HOME} {}"]
+    assert substitute_words(argv, values) == expected
 
 
-def test_addresses_are_urls():
+def test_formats_addresses_as_urls():
     assert http_url("10.0.0.1", 80) == "http://10.0.0.1:80"
     assert http_url("::1", 80) == "http://[::1]:80"
 
@@ -76,10 +76,10 @@ def test_addresses_are_urls():
         ({"port": -1}, "role one: port is -1"),
     ],
 )
-def test_a_role_out_of_range_is_refused(changes, message):
-    with pytest.raises(ValueError) as refused:
+def test_rejects_role_out_of_range(changes, message):
+    with pytest.raises(ValueError) as error:
         dataclasses.replace(Role(name="one", argv=["true"]), **changes)
-    assert message in str(refused.value)
+    assert message in str(error.value)
     Role(name="one", argv=["true"], port=65534, count=2)
 
 
@@ -96,10 +96,10 @@ def test_a_role_out_of_range_is_refused(changes, message):
         (lambda: Restarts(max_delay_s=0), "restarts.max_delay_s is 0"),
     ],
 )
-def test_limits_out_of_range_are_refused(make, message):
-    with pytest.raises(ValueError) as refused:
+def test_rejects_limits_out_of_range(make, message):
+    with pytest.raises(ValueError) as error:
         make()
-    assert message in str(refused.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_limits_out_of_range_are_refused(make, message):
         ),
     ],
 )
-def test_roles_that_do_not_fit_together_are_refused(roles, message):
-    with pytest.raises(ValueError) as refused:
+def test_rejects_inconsistent_roles(roles, message):
+    with pytest.raises(ValueError) as error:
         topological_order(roles)
-    assert message in str(refused.value)
+    assert message in str(error.value)

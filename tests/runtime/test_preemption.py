@@ -1,4 +1,4 @@
-"""Signals are answered at once, also while the main thread is in a call that does not come back."""
+"""Tests that signals are handled at once, even while the main thread is in a call that does not return."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from glm5_jax.runtime.placement import EXIT_RESTART
 from glm5_jax.runtime.preemption import PreemptionGuard, signal_handlers
 from tests.contracts.source_tree import ROOT
 
-# What computes is C that no signal breaks off, as a compiler is.
+# The computation is C code that no signal interrupts, like a compiler.
 PROGRAM = """
 import hashlib
 import sys
@@ -24,15 +24,15 @@ with PreemptionGuard(ends=True) as stop:
     stop.unsaved = sys.argv[1] == "unsaved"
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))
-    print("stopping" if stop else "not told to")
+    print("stopping" if stop else "not stopped")
 """
 FOREVER = 10**9
-SECONDS = 5.0  # at most, on a machine that is busy
+SECONDS = 5.0  # limit, on a busy machine
 
 
 @contextlib.contextmanager
 def computing(*arguments):
-    """A program that computes."""
+    """Runs a program that computes."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
         cwd=ROOT,
@@ -49,7 +49,7 @@ def computing(*arguments):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_with_nothing_to_save_it_ends_at_once(number):
+def test_ends_at_once_with_nothing_to_save(number):
     with computing("nothing", FOREVER) as process:
         began = time.monotonic()
         process.send_signal(number)
@@ -59,18 +59,20 @@ def test_with_nothing_to_save_it_ends_at_once(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_with_something_to_save_it_says_so_at_once_and_a_second_signal_ends_it(number):
+def test_second_signal_ends_unsaved_program(number):
     with computing("unsaved", FOREVER) as process:
         process.send_signal(number)
         assert process.stderr.readline() == "\n"
-        told = process.stderr.readline()  # while it computes
-        assert told.startswith("stopping once this step is made and saved; the same signal again")
+        message = process.stderr.readline()  # arrives while it computes
+        assert message.startswith(
+            "stopping once this step is made and saved; the same signal again"
+        )
         process.send_signal(number)
         assert process.wait(SECONDS) == 128 + number
         assert process.stderr.read() == "\nstopped at once\n"
 
 
-def test_what_was_told_to_stop_knows_it_when_it_comes_back():
+def test_sees_stop_request_after_long_call():
     with computing("unsaved", 3 * 10**6) as process:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -78,22 +80,22 @@ def test_what_was_told_to_stop_knows_it_when_it_comes_back():
     assert re.fullmatch(r"\nstopping once .*\n", err)
 
 
-def test_where_the_process_is_not_its_own_a_second_signal_is_answered_as_before(capfd):
-    heard = []
-    with signal_handlers(lambda number, frame: heard.append(number)):
+def test_leaves_second_signal_to_earlier_handler(capfd):
+    signals = []
+    with signal_handlers(lambda number, frame: signals.append(number)):
         before = signal.getsignal(signal.SIGTERM)
         with PreemptionGuard() as stop:
             assert not stop
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop and not heard
+            assert stop and not signals
             assert capfd.readouterr().err.startswith("\nstopping once this step is made and saved")
             os.kill(os.getpid(), signal.SIGINT)
-            assert heard == [signal.SIGINT]
+            assert signals == [signal.SIGINT]
         assert signal.getsignal(signal.SIGTERM) == before
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_within_a_program_there_is_one_of_them():
+def test_nested_guard_is_outer_guard():
     with PreemptionGuard(ends=True, unsaved=True) as stop:
         with PreemptionGuard() as inner:
             assert inner is stop

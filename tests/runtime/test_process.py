@@ -1,4 +1,4 @@
-"""Workers answer, and a worker that hangs, dies or floods is killed with all that it started; programs run by themselves."""
+"""Tests worker processes, which are killed with their children if they hang, die or flood, and child programs."""
 
 import json
 import os
@@ -50,12 +50,12 @@ def hold(file):
     child = subprocess.Popen(["sleep", "60"])
     with open(file, "w") as out:
         out.write(f"{os.getpid()} {child.pid}")
-    signal.alarm(60)  # whatever becomes of the test
-    sum(range(10**15))  # neither another thread nor a handler of signals gets its turn
+    signal.alarm(60)  # ends even if the test is killed
+    sum(range(10**15))  # no other thread and no signal handler can run
 
 serve(double, length, noisy, flood, pid, fall, hang, hold)
 """
-# Whoever starts a worker and is killed before it can close it.
+# A program that starts a worker and is killed before it can close it.
 CALLER = """
 import sys
 from glm5_jax.runtime.process import PipeWorker
@@ -66,7 +66,7 @@ if sys.argv[2]:
 print(worker.call("pid", 600), flush=True)
 sys.stdin.read()
 """
-SECONDS = 60  # for calls that answer at once; a machine under load may take long to start Python
+SECONDS = 60  # limit of fast calls, because a busy machine may take long to start Python
 
 
 @pytest.fixture
@@ -84,18 +84,18 @@ def is_running(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whether the process ends: a kill is carried out a moment after it was sent."""
+    """Waits up to 10 s for the end of a process, because a kill takes effect later. Returns whether it ended."""
     deadline = time.monotonic() + 10
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not is_running(pid)
 
 
-def test_a_worker_answers_call_after_call(worker):
+def test_worker_answers_several_calls(worker):
     assert [worker.call("double", SECONDS, number=n) for n in (1, 2.5)] == [2, 5.0]
 
 
-def test_a_function_that_raises_leaves_the_worker_ready(worker):
+def test_worker_continues_after_exception(worker):
     with pytest.raises(WorkerError, match="TypeError.*surplus"):
         worker.call("double", SECONDS, surplus=1)
     with pytest.raises(WorkerError, match="KeyError: 'triple'"):
@@ -103,12 +103,12 @@ def test_a_function_that_raises_leaves_the_worker_ready(worker):
     assert worker.call("double", SECONDS, number=3) == 6
 
 
-def test_requests_larger_than_a_pipe_and_printing_do_not_disturb(worker):
+def test_worker_accepts_large_requests_and_printing(worker):
     assert worker.call("length", SECONDS, text="x" * 10**6) == 10**6
     assert worker.call("noisy", SECONDS, lines=1000) == "done"
 
 
-def test_a_late_answer_kills_the_worker_and_what_it_started(worker, tmp_path):
+def test_timeout_kills_worker_and_its_children(worker, tmp_path):
     worker.call("double", SECONDS, number=1)
     file = tmp_path / "pid"
     began = time.monotonic()
@@ -120,7 +120,7 @@ def test_a_late_answer_kills_the_worker_and_what_it_started(worker, tmp_path):
         worker.call("double", SECONDS, number=1)
 
 
-def test_closing_kills_what_a_worker_started(tmp_path):
+def test_closing_kills_children_of_worker(tmp_path):
     file = tmp_path / "pid"
     start = f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(file)!r}, 'w')"
     start += ".write(str(p.pid))"
@@ -131,7 +131,7 @@ def test_closing_kills_what_a_worker_started(tmp_path):
     assert ends(pid)
 
 
-def test_a_worker_at_work_dies_with_a_caller_that_is_killed(tmp_path):
+def test_busy_worker_dies_with_caller(tmp_path):
     file = tmp_path / "pids"
     with subprocess.Popen([sys.executable, "-c", CALLER, SERVER, str(file)], cwd=ROOT) as caller:
         deadline = time.monotonic() + SECONDS
@@ -140,12 +140,12 @@ def test_a_worker_at_work_dies_with_a_caller_that_is_killed(tmp_path):
             time.sleep(0.01)
         pids = [int(pid) for pid in file.read_text().split()]
         time.sleep(0.2)
-        assert all(map(is_running, pids)), "while the caller waits, it works"
+        assert all(map(is_running, pids)), "the worker runs while the caller waits"
         caller.kill()
     assert all(map(ends, pids))
 
 
-def test_a_worker_that_waits_for_calls_ends_with_a_caller_that_is_killed():
+def test_idle_worker_ends_with_caller():
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", CALLER, SERVER, ""]
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as caller:
@@ -155,35 +155,39 @@ def test_a_worker_that_waits_for_calls_ends_with_a_caller_that_is_killed():
     assert ends(pid)
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_call_whose_caller_is_gone_is_not_begun(tmp_path, leads):
-    """It was sent, and nobody is left before it is read. Of others' groups, such as this test's, no other dies."""
+@pytest.mark.parametrize("is_group_leader", [True, False])
+def test_worker_does_not_start_call_of_dead_caller(tmp_path, is_group_leader):
+    """The call was sent, and its caller died before it was read. No other process of the caller's group dies, such as
+    this test.
+    """
     file = tmp_path / "pids"
     call = json.dumps({"function": "hold", "arguments": {"file": str(file)}}).encode() + b"\n"
     command = [sys.executable, "-c", SERVER]
-    ran = subprocess.run(command, cwd=ROOT, input=call, timeout=SECONDS, start_new_session=leads)
-    assert ran.returncode == -signal.SIGKILL and not file.exists()
+    result = subprocess.run(
+        command, cwd=ROOT, input=call, timeout=SECONDS, start_new_session=is_group_leader
+    )
+    assert result.returncode == -signal.SIGKILL and not file.exists()
 
 
-def test_a_worker_that_ends_is_quoted(worker):
+def test_quotes_error_of_dead_worker(worker):
     with pytest.raises(ChildProcessError, match="why it fell"):
         worker.call("fall", SECONDS)
 
 
-def test_a_command_that_never_serves_is_quoted():
+def test_quotes_error_of_command_that_never_serves():
     with PipeWorker([sys.executable, "-c", "raise SystemExit('no such arm')"]) as worker:
         with pytest.raises(ChildProcessError, match="no such arm"):
             worker.call("double", SECONDS, text="x" * 10**6)
 
 
-def test_a_reply_has_a_size_limit(worker):
+def test_limits_size_of_reply(worker):
     assert worker.call("flood", SECONDS, size=9000) == "x" * 9000
     with pytest.raises(ChildProcessError, match="more than 10000 bytes"):
         worker.call("flood", SECONDS, size=20_000)
 
 
-def code_of(program: ChildProcess) -> int:
-    """That it ends with."""
+def wait_for_code(program: ChildProcess) -> int:
+    """Waits for the exit code of a program."""
     deadline = time.monotonic() + SECONDS
     while (code := program.exit_code()) is None:
         assert time.monotonic() < deadline
@@ -195,35 +199,37 @@ def shell(tmp_path, script: str, **more) -> ChildProcess:
     return ChildProcess(["sh", "-c", script], log=tmp_path / "log", **more)
 
 
-def test_a_program_writes_its_log_and_ends_with_its_code(tmp_path):
+def test_program_writes_log_and_returns_code(tmp_path):
     for code in (0, 3):
         assert (
-            code_of(shell(tmp_path, f"echo {code}; echo to $A >&2; exit {code}", env={"A": "b"}))
+            wait_for_code(
+                shell(tmp_path, f"echo {code}; echo to $A >&2; exit {code}", env={"A": "b"})
+            )
             == code
         )
     assert (tmp_path / "log").read_text() == "0\nto b\n3\nto b\n"
 
 
-def test_the_pid_of_a_program_is_that_of_its_command(tmp_path):
+def test_program_has_pid_of_command(tmp_path):
     program = shell(tmp_path, "echo $$; exec sleep 600")
     while not (tmp_path / "log").read_text().endswith("\n"):
         time.sleep(0.01)
     assert int((tmp_path / "log").read_text()) == program.pid
     assert program.exit_code() is None
     program.terminate()
-    assert code_of(program) == -signal.SIGTERM
+    assert wait_for_code(program) == -signal.SIGTERM
     program.terminate()
     program.kill()
 
 
-def test_what_a_program_leaves_behind_dies_with_it(tmp_path):
+def test_kills_children_of_ended_program(tmp_path):
     program = shell(tmp_path, "sleep 600 & echo $!")
-    assert code_of(program) == 0
+    assert wait_for_code(program) == 0
     assert ends(int((tmp_path / "log").read_text()))
 
 
 @pytest.mark.slow
-def test_a_program_outlives_the_thread_that_started_it(tmp_path):
+def test_program_outlives_thread_that_started_it(tmp_path):
     started = []
     thread = threading.Thread(target=lambda: started.append(shell(tmp_path, "sleep 600")))
     thread.start()
@@ -234,28 +240,30 @@ def test_a_program_outlives_the_thread_that_started_it(tmp_path):
     assert started[0].exit_code() == -signal.SIGKILL
 
 
-def test_signals_that_python_ignores_are_not_ignored_by_a_program(tmp_path):
-    assert code_of(shell(tmp_path, "kill -PIPE $$; echo survived")) == -signal.SIGPIPE
+def test_program_does_not_inherit_ignored_signals(tmp_path):
+    assert wait_for_code(shell(tmp_path, "kill -PIPE $$; echo survived")) == -signal.SIGPIPE
 
 
-def test_a_program_may_use_the_cores_it_was_given(tmp_path):
+def test_limits_program_to_cores(tmp_path):
     code = "import os; print(*os.sched_getaffinity(0))"
     for cores in ([max(os.sched_getaffinity(0))], []):
         (tmp_path / "log").unlink(missing_ok=True)
         assert (
-            code_of(ChildProcess([sys.executable, "-c", code], log=tmp_path / "log", cores=cores))
+            wait_for_code(
+                ChildProcess([sys.executable, "-c", code], log=tmp_path / "log", cores=cores)
+            )
             == 0
         )
-        found = {int(core) for core in (tmp_path / "log").read_text().split()}
-        assert found == {*(cores or os.sched_getaffinity(0))}
+        used_cores = {int(core) for core in (tmp_path / "log").read_text().split()}
+        assert used_cores == {*(cores or os.sched_getaffinity(0))}
 
 
-def test_a_program_that_is_not_there_says_so(tmp_path):
-    assert code_of(ChildProcess(["/no/such/program"], log=tmp_path / "log")) == 127
+def test_logs_program_that_cannot_start(tmp_path):
+    assert wait_for_code(ChildProcess(["/no/such/program"], log=tmp_path / "log")) == 127
     assert "/no/such/program cannot be started: No such file" in (tmp_path / "log").read_text()
 
 
-# Holds the interpreter's lock, as a computation does, with a child that does nothing.
+# Holds the interpreter's lock, as a computation does, and has an idle child.
 BUSY = """
 import os, signal, subprocess
 child = subprocess.Popen(["sleep", "600"])
@@ -265,7 +273,7 @@ sum(range(10**15))
 """
 
 
-def test_a_program_dies_with_a_caller_that_is_killed_whatever_it_computes(tmp_path):
+def test_busy_program_dies_with_caller(tmp_path):
     code = f"""
 import sys
 from glm5_jax.runtime.process import ChildProcess

@@ -1,4 +1,4 @@
-"""What programs have in hand, from their files back to spans."""
+"""Tests the activity of programs: samples in files, and the spans computed from them."""
 
 import json
 import os
@@ -13,39 +13,39 @@ from glm5_jax.training import report
 
 
 @pytest.fixture
-def often(monkeypatch):
+def short_interval(monkeypatch):
     monkeypatch.setattr(utilization, "SAMPLE_INTERVAL_S", 0.01)
 
 
-def written(workdir, name, *moments):
+def write_samples(workdir, name, *samples):
     folder = workdir / utilization.FOLDER
     folder.mkdir(exist_ok=True)
     keys = ("time", "pid", "active", "cpu")
-    lines = (json.dumps(dict(zip(keys, own))) + "\n" for own in moments)
+    lines = (json.dumps(dict(zip(keys, sample))) + "\n" for sample in samples)
     with open(folder / f"{name}.jsonl", "a") as file:
         file.write("".join(lines))
 
 
-def test_spans_and_shares_follow_from_the_moments(tmp_path):
-    written(tmp_path, "engine", (10, 1, 0, 5), (11, 1, 2, 5), (12, 1, 1, 6), (14, 1, 0, 7.5))
-    written(tmp_path, "engine", (20, 2, 1, 0), (21, 2, 0, 0.5), (22, 2, 3, 1), (24, 2, 0, 1))
-    written(tmp_path, "alone", (20, 3, 1, 0))
+def test_computes_spans_and_shares_from_samples(tmp_path):
+    write_samples(tmp_path, "engine", (10, 1, 0, 5), (11, 1, 2, 5), (12, 1, 1, 6), (14, 1, 0, 7.5))
+    write_samples(tmp_path, "engine", (20, 2, 1, 0), (21, 2, 0, 0.5), (22, 2, 3, 1), (24, 2, 0, 1))
+    write_samples(tmp_path, "single", (20, 3, 1, 0))
     first, second = read_utilization(tmp_path)
     assert first[:4] == ("engine", 1, 10, 14) and second[1] == 2
     assert first.spans == ((11, 14),) and second.spans == ((20, 21), (22, 24))
     assert (first.busy, first.cpu) == (0.75, 0.625) and (second.busy, second.cpu) == (0.75, 0.25)
 
 
-def test_what_came_before_and_what_is_being_written_are_left_out(tmp_path):
-    written(tmp_path, "orchestrator", (1, 1, 1, 0), (5, 1, 1, 1), (6, 1, 0, 2))
+def test_ignores_earlier_samples_and_partial_line(tmp_path):
+    write_samples(tmp_path, "orchestrator", (1, 1, 1, 0), (5, 1, 1, 1), (6, 1, 0, 2))
     with open(tmp_path / utilization.FOLDER / "orchestrator.jsonl", "a") as file:
         file.write('{"time": 7, "pi')
-    [own] = read_utilization(tmp_path, begin=5)
-    assert (own.begin, own.end, own.cpu) == (5, 6, 1)
+    [run] = read_utilization(tmp_path, begin=5)
+    assert (run.begin, run.end, run.cpu) == (5, 6, 1)
     assert not read_utilization(tmp_path / "nowhere")
 
 
-def test_a_process_says_what_it_has_in_hand_while_it_works(tmp_path, often):
+def test_records_activity_while_process_works(tmp_path, short_interval):
     busy = threading.Event()
     path = tmp_path / utilization.FOLDER / "train.jsonl"
 
@@ -66,12 +66,12 @@ def test_a_process_says_what_it_has_in_hand_while_it_works(tmp_path, often):
         until_it_says(2)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {line["pid"] for line in lines} == {os.getpid()}
-    said = [line["active"] for line in lines]
-    assert said[0] == 0 and 0 in said[said.index(1) :] and said[-1] == 2
+    activity = [line["active"] for line in lines]
+    assert activity[0] == 0 and 0 in activity[activity.index(1) :] and activity[-1] == 2
     assert lines[-1]["cpu"] - lines[0]["cpu"] > 0.05
 
 
-def test_what_begins_and_ends_between_two_lines_has_a_span_of_its_own(tmp_path, monkeypatch):
+def test_records_activity_between_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(utilization, "SAMPLE_INTERVAL_S", 60.0)
     busy, path = threading.Event(), tmp_path / utilization.FOLDER / "train.jsonl"
 
@@ -88,16 +88,16 @@ def test_what_begins_and_ends_between_two_lines_has_a_span_of_its_own(tmp_path, 
             until_it_has(2 * i + 2)
             busy.clear()
         until_it_has(7)
-    [life] = read_utilization(tmp_path)
-    assert len(life.spans) == 3
+    [run] = read_utilization(tmp_path)
+    assert len(run.spans) == 3
 
 
-def test_the_page_of_a_run_shows_each_process(tmp_path):
+def test_page_of_run_shows_each_process(tmp_path):
     (tmp_path / "config.json").write_text('{"name": "x"}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert "Programs" not in report.write_page(tmp_path).read_text()
-    written(tmp_path, "engine-0", (0, 77, 1, 0), (60, 77, 1, 30), (120, 77, 0, 60))
-    written(tmp_path, "train", (0, 78, 0, 0), (30, 78, 1, 0), (120, 78, 1, 45))
+    write_samples(tmp_path, "engine-0", (0, 77, 1, 0), (60, 77, 1, 30), (120, 77, 0, 60))
+    write_samples(tmp_path, "train", (0, 78, 0, 0), (30, 78, 1, 0), (120, 78, 1, 45))
     page = report.write_page(tmp_path).read_text()
     assert ">engine-0 77</text>" in page and ">train 78</text>" in page
     assert "<td>100%</td><td>0%</td><td>0.50</td>" in page

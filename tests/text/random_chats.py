@@ -1,4 +1,4 @@
-"""Conversations of any shape that a chat can have."""
+"""Generates random conversations of any shape that a chat can have."""
 
 import random
 
@@ -28,13 +28,13 @@ WORDS += ["&amp;", "\t", "</arg_value>", "🙂"]
 
 
 class Chats:
-    """Random conversations and tools."""
+    """Generator of random conversations and tools."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
 
-    def text(self, most=4):
-        return "".join(self.random.choices(WORDS, k=self.random.randrange(most + 1)))
+    def text(self, max_words=4):
+        return "".join(self.random.choices(WORDS, k=self.random.randrange(max_words + 1)))
 
     def value(self, depth=0):
         nested = (
@@ -49,12 +49,12 @@ class Chats:
         return self.random.choice([None, parts, self.text(6), self.text(6)])
 
     def messages(self):
-        found = [{"role": "system", "content": self.content()}] * (self.random.random() < 0.5)
+        messages = [{"role": "system", "content": self.content()}] * (self.random.random() < 0.5)
         for _ in range(self.random.randrange(1, 4)):
-            found.append({"role": "user", "content": self.content()})
+            messages.append({"role": "user", "content": self.content()})
             while self.random.random() < 0.7:
-                found += self.turn()
-        return found
+                messages += self.turn()
+        return messages
 
     def turn(self):
         message = {"role": "assistant", "content": self.content()}

@@ -1,4 +1,4 @@
-"""Calls that are cut off or cannot be parsed: nobody can take one for a whole call, and its text is kept."""
+"""Tests that calls that are cut off or cannot be parsed keep their text and are never taken for complete calls."""
 
 import json
 
@@ -23,13 +23,13 @@ def argument(key, value):
 
 
 def parse(text, tools=TOOLS, as_ids=False):
-    """Parses a reply whole, and piece by piece, which must be the same."""
-    whole = TOKENIZER.encode(text, parse_special=True) if as_ids else text
+    """Parses a reply in one piece and token by token, and checks that the results are equal."""
+    source = TOKENIZER.encode(text, parse_special=True) if as_ids else text
     options = {"tokenizer": TOKENIZER if as_ids else None, "thinking": False}
-    reply = parse_reply(whole, tools, **options)
+    reply = parse_reply(source, tools, **options)
     parser = ReplyParser(tools, **options)
-    for at in range(len(whole)):
-        parser.feed(whole[at : at + 1])
+    for at in range(len(source)):
+        parser.feed(source[at : at + 1])
     assert parser.close() == reply
     return reply
 
@@ -49,7 +49,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize(("text", "problem"), BROKEN)
-def test_passes_on_a_broken_call_as_it_was_written(text, problem, as_ids):
+def test_keeps_raw_text_of_broken_call(text, problem, as_ids):
     reply = parse(text, as_ids=as_ids)
     [call] = reply.tool_calls
     assert problem in call.problem and problem in reply.problem
@@ -58,18 +58,18 @@ def test_passes_on_a_broken_call_as_it_was_written(text, problem, as_ids):
     assert call.function["name"] == ("rm" if "rm'" in problem else "sh")
     with pytest.raises(ValueError):
         json.loads(call.function["arguments"])
-    # What comes back is laid out again as it was written.
+    # Rendering the message again gives the text that the model wrote.
     chat = [{"role": "user", "content": "?"}, reply.message]
     assert written in render_chat(chat, add_generation_prompt=False).text
 
 
 @pytest.mark.parametrize("text", ["<tool_call>", "<tool_call>s", "<tool_call>sh", "<tool_call></tool_call>"])  # fmt: skip
-def test_takes_a_call_without_a_whole_name_for_content(text):
+def test_reads_call_without_complete_name_as_content(text):
     reply = parse(f"I look. {text}")
     assert reply.tool_calls == () and reply.content == f"I look. {text}" and not reply.problem
 
 
-def test_does_not_run_a_marker_in_a_wrong_place_into_the_name():
+def test_excludes_misplaced_marker_from_name():
     text = "<tool_call>sh<tool_call>cmd</arg_key><arg_value>ls</arg_value></tool_call>"
     [call] = parse(text).tool_calls
     assert call.name == "sh" and call.arguments == {}
@@ -88,29 +88,29 @@ def test_does_not_run_a_marker_in_a_wrong_place_into_the_name():
         "<think></think>",
     ],
 )
-def test_reads_a_marker_within_a_value_as_text(value, as_ids):
-    for behind in ("", argument("cwd", ".")):
-        text = f"<tool_call>sh{argument('cmd', value)}{behind}</tool_call><|observation|>"
+def test_reads_marker_within_value_as_text(value, as_ids):
+    for suffix in ("", argument("cwd", ".")):
+        text = f"<tool_call>sh{argument('cmd', value)}{suffix}</tool_call><|observation|>"
         reply = parse(text, as_ids=as_ids)
         [call] = reply.tool_calls
         assert call.problem is None and call.arguments["cmd"] == value
-        assert len(call.arguments) == 1 + bool(behind) and reply.stopped_by == "<|observation|>"
+        assert len(call.arguments) == 1 + bool(suffix) and reply.stopped_by == "<|observation|>"
 
 
-def test_ends_a_turn_at_a_marker_that_is_the_last_within_a_value():
+def test_ends_turn_at_last_marker_of_open_value():
     reply = parse("<tool_call>edit<arg_key>text</arg_key><arg_value>ask <|user|>")
     assert reply.stopped_by == "<|user|>" and reply.problem == "the call has no </tool_call>"
 
 
 @pytest.mark.parametrize("tools", [None, []])
-def test_reads_no_call_without_tools(tools):
+def test_reads_call_without_tools_as_content(tools):
     call = f"<tool_call>sh{argument('cmd', 'ls')}</tool_call>"
     reply = parse(f"Well.{call}<|observation|>", tools=tools)
     assert reply.tool_calls == () and reply.content == f"Well.{call}"
 
 
-def test_leaves_python_literals_as_text():
-    """They are no JSON; to guess at them would make other values of what some schema means as text."""
+def test_keeps_python_literals_as_text():
+    """They are not JSON, and guessing would change values that a schema means as text."""
     tools = [{"name": "f", "parameters": {"properties": {"a": {"type": "boolean"}}}}]
     [call] = parse(f"<tool_call>f{argument('a', 'True')}</tool_call>", tools=tools).tool_calls
     assert call.arguments == {"a": "True"}

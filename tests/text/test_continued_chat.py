@@ -1,4 +1,4 @@
-"""Messages that are laid out behind those before them, token by token where the whole chat has them."""
+"""Tests rendering of later messages of a chat, which has the same tokens as the end of the complete chat."""
 
 import pytest
 
@@ -14,26 +14,26 @@ TOKENIZER = Tokenizer.default()
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if VARIANTS[name].keeps_reasoning])
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_rest_of_a_chat_is_the_end_of_the_whole(variant, thinking, count):
+def test_rest_equals_end_of_complete_chat(variant, thinking, count):
     chats, differs = Chats(seed=3), 0
     for _ in range(count):
         messages, tools = chats.messages(), chats.tools()
         options = {"clear_thinking": False, "enable_thinking": thinking, "variant": variant}
-        whole = render_chat(messages, TOKENIZER, tools=tools, **options)
+        rendered = render_chat(messages, TOKENIZER, tools=tools, **options)
         before = -1
         for first in range(len(messages) + 1):
             rest = render_chat(messages, TOKENIZER, tools=tools, first=first, **options)
-            assert whole.text.endswith(rest.text) and len(rest.text) <= len(whole.text)
-            assert whole.ids[len(whole.ids) - len(rest.ids) :] == rest.ids
+            assert rendered.text.endswith(rest.text) and len(rest.text) <= len(rendered.text)
+            assert rendered.ids[len(rendered.ids) - len(rest.ids) :] == rest.ids
             size = len(rest.ids)
-            assert whole.loss_mask[len(whole.ids) - size :] == rest.loss_mask
+            assert rendered.loss_mask[len(rendered.ids) - size :] == rest.loss_mask
             differs += before >= 0 and size < before
             before = size
         assert rest.text.startswith("<|assistant|>")
     assert differs > count
 
 
-def test_behind_a_call_comes_what_the_tool_answered():
+def test_renders_tool_result_after_call():
     messages = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 2}}]},
@@ -45,21 +45,21 @@ def test_behind_a_call_comes_what_the_tool_answered():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("thinking", [True, False])
-def test_continues_content_as_the_finished_reply_renders_it(variant, thinking):
+def test_continues_content_as_in_finished_reply(variant, thinking):
     chats, options = Chats(seed=5), {"enable_thinking": thinking, "variant": variant}
     for _ in range(20):
         messages, tools = chats.messages(), chats.tools()
         reply = {"role": "assistant", "content": "To be", "reasoning_content": "I think."}
         chat = [*messages, {"role": "user", "content": "Say."}, reply]
-        begun = render_chat(chat, TOKENIZER, tools=tools, continue_final=True, **options)
+        partial = render_chat(chat, TOKENIZER, tools=tools, continue_final=True, **options)
         finished = [*chat[:-1], {**reply, "content": "To be or not."}]
         closed = render_chat(finished, tools=tools, add_generation_prompt=False, **options).text
-        assert closed == begun.text + " or not."
-        assert TOKENIZER.decode(begun.ids) == begun.text
+        assert closed == partial.text + " or not."
+        assert TOKENIZER.decode(partial.ids) == partial.text
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_continues_reasoning_if_there_is_no_content(variant):
+def test_continues_reasoning_without_content(variant):
     user = {"role": "user", "content": "2+2?"}
     reply = {"role": "assistant", "content": "", "reasoning_content": "Two and"}
     text = render_chat([user, reply], continue_final=True, variant=variant).text
@@ -72,7 +72,7 @@ def test_continues_reasoning_if_there_is_no_content(variant):
         assert begins_in_thinking(empty, thinking) == thinking
 
 
-def test_refuses_to_continue_users_and_calls():
+def test_rejects_continuing_user_message_or_call():
     user = {"role": "user", "content": "2+2?"}
     call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}
     for messages, words in (

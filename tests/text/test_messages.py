@@ -1,4 +1,4 @@
-"""Messages read: one form of every spelling, results at their calls, and nothing that is said left out in silence."""
+"""Tests that messages are read into one form, with results sorted by their calls and no field dropped silently."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.messages import ChatError, read_message, read_messages, read_tools
 
-ASKED = {"role": "user", "content": "Weather?"}
+QUESTION = {"role": "user", "content": "Weather?"}
 CALLS = {
     "role": "assistant",
     "content": None,
@@ -24,7 +24,7 @@ def result(text, id_=None):
 
 def results_of(*results):
     """Returns the results in the order in which a chat shows them."""
-    return [m["content"] for m in read_messages([ASKED, CALLS, *results]) if m["role"] == "tool"]
+    return [m["content"] for m in read_messages([QUESTION, CALLS, *results]) if m["role"] == "tool"]
 
 
 @pytest.mark.parametrize(
@@ -37,25 +37,25 @@ def results_of(*results):
         [result("0"), result("1"), result("2")],
     ],
 )
-def test_sorts_results_by_the_calls_that_they_answer(results):
+def test_sorts_results_by_calls(results):
     assert results_of(*results) == ["0", "1", "2"]
-    shown = render_chat([ASKED, CALLS, *results]).text
-    assert shown == render_chat([ASKED, CALLS, result("0"), result("1"), result("2")]).text
+    shown = render_chat([QUESTION, CALLS, *results]).text
+    assert shown == render_chat([QUESTION, CALLS, result("0"), result("1"), result("2")]).text
 
 
-def test_accepts_the_results_of_the_first_calls_alone():
+def test_accepts_results_of_first_calls_only():
     assert results_of(result("1", "b"), result("0", "a")) == ["0", "1"]
 
 
 def test_pairs_equal_ids_in_order():
     call = {"id": "x", "name": "look", "arguments": {}}
     results = [result("0", "x"), result("1", "x")]
-    read = read_messages([ASKED, {"role": "assistant", "tool_calls": [call, call]}, *results])
+    read = read_messages([QUESTION, {"role": "assistant", "tool_calls": [call, call]}, *results])
     assert [m["content"] for m in read[2:]] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
-    ("results", "said"),
+    ("results", "expected_error"),
     [
         ([result("9", "z")], "message 2 is the result of no call 'z'"),
         ([result("0", "a"), result("9", "a")], "message 3 is a second result of call 'a'"),
@@ -65,9 +65,9 @@ def test_pairs_equal_ids_in_order():
         ([{**result("0"), "tool_call_id": 7}], "message 2 has tool_call_id 7; it must be text"),
     ],
 )
-def test_refuses_results_that_fit_no_call(results, said):
-    with pytest.raises(ChatError, match=said):
-        read_messages([ASKED, CALLS, *results])
+def test_rejects_results_without_matching_call(results, expected_error):
+    with pytest.raises(ChatError, match=expected_error):
+        read_messages([QUESTION, CALLS, *results])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_refuses_results_that_fit_no_call(results, said):
             {"role": "assistant", "content": "4", "reasoning": "r", "reasoning_content": "r"},
             {"role": "assistant", "content": "4", "reasoning_content": "r"},
         ),
-        # As SDKs fill in what they do not use, and what no layout has a place for.
+        # SDKs fill in fields that they do not use and that no layout shows.
         (
             {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None}
             | {"function_call": None, "tool_calls": [], "provider": {"refusal": None}},
@@ -98,22 +98,22 @@ def test_refuses_results_that_fit_no_call(results, said):
         ),
     ],
 )
-def test_reads_every_spelling_as_one_form(message, same):
+def test_normalizes_equivalent_messages(message, same):
     assert read_message(message) == read_message(same) == same
-    assert read_messages([message, ASKED])[0] == same
+    assert read_messages([message, QUESTION])[0] == same
 
 
-def test_keeps_earlier_reasoning_under_either_name():
+def test_keeps_reasoning_under_either_name():
     for name in ("reasoning", "reasoning_content"):
         reply = {"role": "assistant", "content": "4", name: "two and two"}
-        shown = render_chat([ASKED, reply, ASKED], clear_thinking=False).text
+        shown = render_chat([QUESTION, reply, QUESTION], clear_thinking=False).text
         assert "<think>two and two</think>4" in shown
 
 
-def test_reading_again_changes_nothing():
+def test_reading_is_idempotent():
     broken = {"name": "look", "arguments": "<tool_call>look<arg_key>n"}
     reply = {"role": "assistant", "content": "<think>r</think>x", "tool_calls": [broken]}
-    read = read_messages([ASKED, CALLS, result("1", "b"), result("0", "a"), reply, result("e")])
+    read = read_messages([QUESTION, CALLS, result("1", "b"), result("0", "a"), reply, result("e")])
     assert read_messages(read) == read
     assert read[4] == {"role": "assistant", "content": "x", "reasoning_content": "r"} | {
         "tool_calls": [broken]
@@ -121,7 +121,7 @@ def test_reading_again_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "expected_error"),
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "reads text only"),
         ({"role": "tool", "content": [{"type": "tool_reference"}]}, "part of type 'tool_reference'"),
@@ -154,12 +154,12 @@ def test_reading_again_changes_nothing():
         ),
     ],
 )  # fmt: skip
-def test_refuses_what_no_chat_would_show(message, said):
-    with pytest.raises(ChatError, match=said):
+def test_rejects_fields_that_layouts_omit(message, expected_error):
+    with pytest.raises(ChatError, match=expected_error):
         read_message(message)
 
 
-def test_refuses_two_tools_of_one_name():
+def test_rejects_tools_with_equal_names():
     tool = {"type": "function", "function": {"name": "f"}}
     with pytest.raises(ChatError, match="two tools are named 'f'; rename or remove one"):
         read_tools([tool, tool["function"]])
@@ -170,6 +170,6 @@ def test_sorts_many_results_in_linear_time():
     calls = [{"id": f"c{i}", "name": "f", "arguments": {}} for i in range(count)]
     results = [result(str(i), f"c{i}") for i in reversed(range(count))]
     began = time.process_time()
-    read = read_messages([ASKED, {"role": "assistant", "tool_calls": calls}, *results])
+    read = read_messages([QUESTION, {"role": "assistant", "tool_calls": calls}, *results])
     assert [m["content"] for m in read[2:]] == list(map(str, range(count)))
     assert time.process_time() - began < 5

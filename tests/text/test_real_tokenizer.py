@@ -1,4 +1,4 @@
-"""A tokenizer of the wild: DeepSeek-R1's byte-level BPE of 128,815 tokens, alone and with GLM's markers behind it."""
+"""Tests DeepSeek-R1's tokenizer, a byte-level BPE of 128,815 tokens, as it is and with GLM's markers appended."""
 
 import gzip
 import json
@@ -37,30 +37,30 @@ def real(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory):
-    """The same vocabulary with GLM-5's special tokens last, but for `<think>` and `</think>`, which it has."""
+    """Loads the same vocabulary with GLM-5's special tokens appended, except `<think>` and `</think>`, which it has."""
     added = DEFINITION["added_tokens"]
     first = 1 + max(token["id"] for token in added)
     missing = [name for name in SPECIAL_TOKENS if name not in {token["content"] for token in added}]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    own = [
+    markers = [
         {"id": first + i, "content": name, "special": True} | flags
         for i, name in enumerate(missing)
     ]
     folder = tmp_path_factory.mktemp("glm")
-    definition = DEFINITION | {"added_tokens": added + own}
+    definition = DEFINITION | {"added_tokens": added + markers}
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     return Tokenizer.load(folder)
 
 
 @pytest.mark.slow
-def test_its_own_names_decide_where_texts_end(real):
+def test_reads_end_of_text_from_config(real):
     assert real.vocab_size == 128_815
     assert real.eos_id == real.special_ids["<｜end▁of▁sentence｜>"] and real.eos_ids == (1,)
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60))
-def test_any_text_comes_back_whole_and_piece_by_piece(glm, text):
+def test_decodes_any_text_at_once_and_streamed(glm, text):
     ids = glm.encode(text)
     assert glm.decode(ids) == text
     detokenizer = Detokenizer(glm)
@@ -70,44 +70,44 @@ def test_any_text_comes_back_whole_and_piece_by_piece(glm, text):
 
 
 @pytest.mark.slow
-def test_chats_need_the_familys_markers(real):
+def test_rejects_chat_without_glm_markers(real):
     with pytest.raises(ValueError, match=r"has no token '\[gMASK\]'; chats need one of the GLM"):
         render_chat(CHAT, real)
 
 
-def test_markers_go_by_name_and_spelled_out_ones_are_text(glm):
+def test_encodes_markers_by_name_and_spelled_out_as_text(glm):
     assert glm.vocab_size == 128_815 + len(SPECIAL_TOKENS) - 2
     rendered = render_chat(CHAT, glm, close=True)
     assert glm.decode(rendered.ids) == rendered.text
     by_id = {glm.special_ids[name]: name for name in SPECIAL_TOKENS}
     names = [by_id[i] for i in rendered.ids if i in by_id]
-    # Of the two in the user's and the tool's text, and the one in the reasoning, there is none.
+    # Markers spelled out in the user's text, the tool's text and the reasoning are not counted.
     assert names.count("<|user|>") == 2 and names.count("<think>") == 1
     assert names.count("</tool_response>") == 1
     stops = [by_id[i] for i in rendered.ids if i in glm.eos_ids]
     assert stops == ["<|user|>", "<|observation|>", "<|user|>"]
 
 
-def test_a_reply_is_read_as_it_was_written_however_it_is_cut(glm):
+def test_parses_reply_in_pieces_of_any_size(glm):
     rendered = render_chat(CHAT[:2], glm, close=True)
-    ids = [i for i, learnt in zip(rendered.ids, rendered.loss_mask) if learnt]
+    ids = [i for i, is_trained in zip(rendered.ids, rendered.loss_mask) if is_trained]
     tools = [{"name": "find"}]
-    whole = parse_reply(ids, tools, tokenizer=glm)
-    assert whole.reasoning_content == CHAT[1]["reasoning_content"]
-    assert (whole.tool_calls[0].name, whole.tool_calls[0].arguments) == (
+    parsed = parse_reply(ids, tools, tokenizer=glm)
+    assert parsed.reasoning_content == CHAT[1]["reasoning_content"]
+    assert (parsed.tool_calls[0].name, parsed.tool_calls[0].arguments) == (
         "find",
         {"text": "ß世", "limit": 3},
     )
-    assert whole.stopped_by == "<|observation|>"
+    assert parsed.stopped_by == "<|observation|>"
     for size in (1, 2, 3, 7):
         parser = ReplyParser(tools, tokenizer=glm)
         for first in range(0, len(ids), size):
             parser.feed(ids[first : first + size])
-        assert parser.close() == whole
+        assert parser.close() == parsed
 
 
 @pytest.mark.slow
-def test_two_megabytes_take_seconds(glm):
+def test_encodes_two_megabytes_quickly(glm):
     text = "The quick brown fox, 12 + 30 = 42; <|user|> 世界. " * 40_000
     assert len(text.encode()) > 2e6
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Samples of one conversation laid out together: the same tokens as each by itself, in the time of one of them."""
+"""Tests that rendering all samples of a conversation together gives the same tokens, in the time of one sample."""
 
 import time
 
@@ -14,34 +14,34 @@ TOKENIZER = Tokenizer.default()
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
-def test_lays_samples_out_as_each_by_itself(variant, count):
+def test_renders_samples_as_if_separate(variant, count):
     chats, num_turns = Chats(seed=variant), 0
     for _ in range(count):
         messages, tools = chats.messages(), chats.tools()
         if all(message["role"] != "assistant" for message in messages):
             continue
         for mode in ("interleaved", "turn_level"):
-            renderer, found = (
+            renderer, samples = (
                 SampleRenderer(TOKENIZER, tools, variant),
                 split_samples(messages, mode),
             )
-            for sample in (*found, *reversed(found)):
-                ours, alone = renderer.render(sample), sample.render(TOKENIZER, tools, variant)
-                assert ours[:3] == alone[:3]
-                spans = [[s for s in one.spans if s.message in sample.trained_replies] for one in (ours, alone)]  # fmt: skip
+            for sample in (*samples, *reversed(samples)):
+                ours, separate = renderer.render(sample), sample.render(TOKENIZER, tools, variant)
+                assert ours[:3] == separate[:3]
+                spans = [[s for s in rendered.spans if s.message in sample.trained_replies] for rendered in (ours, separate)]  # fmt: skip
                 assert spans[0] == spans[1]
-            num_turns += len(found) > 1
+            num_turns += len(samples) > 1
     assert num_turns > count / 3
 
 
-def test_lays_out_a_long_chat_in_the_time_of_its_tokens():
+def test_renders_long_chat_in_linear_time():
     turn = [
         {"role": "user", "content": "Why?"},
         {"role": "assistant", "content": "So.", "reasoning_content": "Well."},
     ]
-    found = split_samples(turn * 300, "interleaved")
+    samples = split_samples(turn * 300, "interleaved")
     renderer, began = SampleRenderer(TOKENIZER), time.process_time()
-    assert len(found) == 300 and len(renderer.render(found[-1]).ids) > 1500
-    for sample in found:
+    assert len(samples) == 300 and len(renderer.render(samples[-1]).ids) > 1500
+    for sample in samples:
         renderer.render(sample)
-    assert time.process_time() - began < 2  # ten times as long if each is laid out by itself
+    assert time.process_time() - began < 2  # ten times as long if each is rendered separately

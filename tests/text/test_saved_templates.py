@@ -1,4 +1,4 @@
-"""Chat templates of checkpoints: kept when a tokenizer is saved, from whichever place they were in, and in one place."""
+"""Tests that saving a tokenizer keeps a checkpoint's chat templates and writes them to one place."""
 
 import json
 
@@ -27,10 +27,10 @@ def checkpoint(folder, entry=None, **files):
 
 def saved(folder):
     """Returns the templates of a folder by file, and its config."""
-    found = {
+    templates = {
         str(path.relative_to(folder)): path.read_text("utf-8") for path in folder.rglob("*.jinja")
     }
-    return found, json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    return templates, json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -51,33 +51,33 @@ def saved(folder):
         (None, {}, None, {}),
     ],
 )
-def test_keeps_the_templates_of_a_checkpoint(tmp_path, entry, files, default, more):
+def test_keeps_templates_of_checkpoint(tmp_path, entry, files, default, more):
     tokenizer = Tokenizer.load(checkpoint(tmp_path / "in", entry, **files))
     assert (tokenizer.chat_template, tokenizer.more_templates) == (default, more)
-    for folder in (tmp_path / "out", tmp_path / "in"):  # which has the old places
+    for folder in (tmp_path / "out", tmp_path / "in"):  # "in" has templates in their old places
         tokenizer.save(folder)
-        found, config = saved(folder)
+        templates, config = saved(folder)
         names = {f"additional_chat_templates/{name}.jinja": text for name, text in more.items()}
-        assert found == {"chat_template.jinja": default or layouts.template(), **names}
+        assert templates == {"chat_template.jinja": default or layouts.template(), **names}
         assert config == {"eos_token": "<|endoftext|>", "padding_side": "left"}
-        again = Tokenizer.load(folder)
-        assert (again.chat_template or None, again.more_templates) == (
+        reloaded = Tokenizer.load(folder)
+        assert (reloaded.chat_template or None, reloaded.more_templates) == (
             default or layouts.template(),
             more,
         )
 
 
-def test_replaces_all_templates_by_the_layout_that_was_trained(tmp_path):
+def test_replaces_templates_by_trained_layout(tmp_path):
     tokenizer = Tokenizer.load(checkpoint(tmp_path / "in", LIST))
     tokenizer.with_chat_template("trained").save(tmp_path / "out")
-    found, config = saved(tmp_path / "out")
-    assert found == {"chat_template.jinja": "trained"} and "chat_template" not in config
+    templates, config = saved(tmp_path / "out")
+    assert templates == {"chat_template.jinja": "trained"} and "chat_template" not in config
 
 
 @pytest.mark.parametrize(
     "entry", [7, {"name": "a"}, [{"name": "../../a", "template": "x"}], [{"template": "x"}]]
 )
-def test_refuses_templates_that_are_none(tmp_path, entry):
+def test_rejects_invalid_templates(tmp_path, entry):
     folder = checkpoint(tmp_path / "in", entry)
     with pytest.raises(ValueError, match="chat_template of tokenizer_config.json has .*a template"):
         Tokenizer.load(folder)

@@ -1,4 +1,4 @@
-"""Schemas of clients: what they allow as far as types depend on it, in few steps whatever they hold."""
+"""Tests which values a client's JSON schema allows by type, in a bounded number of steps."""
 
 import time
 
@@ -17,7 +17,7 @@ def argument(text, schema, **parameters):
 
 
 @pytest.mark.parametrize(
-    ("schema", "allowed", "refused"),
+    ("schema", "allowed", "rejected"),
     [
         ({"type": "integer"}, [1, 2.0], [1.5, True, "1"]),
         ({"type": ["string", "null"]}, ["x", None], [1]),
@@ -31,10 +31,10 @@ def argument(text, schema, **parameters):
         (False, [], [1]),
     ],
 )  # fmt: skip
-def test_decides_by_types(schema, allowed, refused):
+def test_checks_values_by_type(schema, allowed, rejected):
     root = {"$defs": {"a/b": {"type": "string"}}}
     assert all(Schema(root).allows(schema, value) for value in allowed)
-    assert not any(Schema(root).allows(schema, value) for value in refused)
+    assert not any(Schema(root).allows(schema, value) for value in rejected)
 
 
 def doubling(levels):
@@ -45,8 +45,10 @@ def doubling(levels):
 
 @pytest.mark.parametrize("word", ["allOf", "anyOf", "oneOf"])
 @pytest.mark.parametrize("levels", [14, 40])
-def test_ends_soon_however_often_references_double(word, levels):
-    defs = {name: {word: one["allOf"]} if one else False for name, one in doubling(levels).items()}
+def test_rejects_doubling_references_quickly(word, levels):
+    defs = {
+        name: {word: entry["allOf"]} if entry else False for name, entry in doubling(levels).items()
+    }
     began = time.process_time()
     with pytest.raises(SchemaError):
         Schema({"$defs": defs | {f"a{levels}": word == "allOf"}}).allows({"$ref": "#/$defs/a0"}, 1)
@@ -62,14 +64,14 @@ def test_ends_soon_however_often_references_double(word, levels):
         {"anyOf": [{"patternProperties": {"(a+)+$": {}}}], "unevaluatedProperties": False},
     ],
 )
-def test_runs_no_pattern_of_a_schema(schema):
+def test_ignores_patterns_of_schema(schema):
     value = '{"' + "a" * 40 + '!": 1}'
     began = time.process_time()
     assert argument(value, {"type": "object"} | schema) == {"a" * 40 + "!": 1}
     assert time.process_time() - began < 1
 
 
-def test_spends_its_steps_over_all_arguments_of_a_call():
+def test_limits_steps_over_all_arguments_of_call():
     enum = {"enum": list(range(MAX_STEPS + 1))}
     with pytest.raises(SchemaError, match="too many steps"):
         Schema({}).allows(enum, -1)
@@ -83,6 +85,6 @@ def test_spends_its_steps_over_all_arguments_of_a_call():
     assert time.process_time() - began < 2
 
 
-def test_reads_a_value_as_json_where_the_schema_cannot_be_decided():
+def test_reads_value_as_json_without_usable_schema():
     for schema in ({"$ref": "#/$defs/none"}, {"type": "thing"}, {"anyOf": 7}, 5):
         assert argument("5", schema) == 5 and argument("five", schema) == "five"

@@ -1,4 +1,4 @@
-"""Arguments of calls: what no JSON can hold is refused of clients, and text of a model."""
+"""Tests that arguments that JSON cannot hold are rejected from clients and stay text from a model."""
 
 import pytest
 
@@ -10,7 +10,7 @@ LOOK = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_refuses_numbers_that_json_does_not_have(number):
+def test_rejects_numbers_outside_json(number):
     function = {"name": "look", "arguments": f'{{"a": [{number}]}}'}
     calls = [{"id": "c", "type": "function", "function": function}]
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
@@ -19,14 +19,14 @@ def test_refuses_numbers_that_json_does_not_have(number):
 
 
 @pytest.mark.parametrize("text", ['"\\ud800"', '{"a": ["\\udfff"]}', '{"\\ud83d": 1}'])
-def test_leaves_half_of_a_surrogate_pair_as_text(text):
-    """A server sends another character in its place, so that the arguments would differ from those in process."""
+def test_keeps_half_surrogate_pair_as_text(text):
+    """A server would send another character instead, so its arguments would differ from those in process."""
     reply = f"<tool_call>look<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
     [call] = parse_reply(reply, [LOOK], thinking=False).tool_calls
     assert call.arguments == {"a": text} and call.problem is None
 
 
-def test_reads_a_whole_surrogate_pair():
+def test_reads_complete_surrogate_pair():
     text = '["\\ud83e\\udd99"]'
     reply = f"<tool_call>look<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
     [call] = parse_reply(reply, [LOOK], thinking=False).tool_calls

@@ -1,4 +1,4 @@
-"""Modes of thinking: what is kept from turn to turn, and what a conversation trains in each."""
+"""Tests thinking modes: the reasoning that each keeps from turn to turn, and the samples of a conversation."""
 
 import pytest
 
@@ -37,51 +37,52 @@ CHAT = [
 ]
 
 
-def learnt(rendered) -> str:
+def trained_text(rendered) -> str:
     return TOKENIZER.decode([i for i, m in zip(rendered.ids, rendered.loss_mask) if m])
 
 
-def test_interleaved_is_a_sample_for_every_turn_with_its_own_reasoning():
+def test_interleaved_mode_makes_one_sample_per_turn():
     first, second, third = (s.render(TOKENIZER) for s in split_samples(CHAT, "interleaved"))
     assert (
-        learnt(first) == "r1</think><tool_call>look</tool_call><|observation|>r2</think>a1<|user|>"
+        trained_text(first)
+        == "r1</think><tool_call>look</tool_call><|observation|>r2</think>a1<|user|>"
     )
-    assert learnt(second) == "a2<|user|>"
-    assert learnt(third) == "r3</think>a3<|user|>"
+    assert trained_text(second) == "a2<|user|>"
+    assert trained_text(third) == "r3</think>a3<|user|>"
     assert "r1" not in third.text and "r2" not in third.text
-    # Every token that the model wrote is learnt once: those of three turns are all there are.
-    whole = learnt(split_samples(CHAT, "preserved")[0].render(TOKENIZER))
-    assert "".join(map(learnt, (first, second, third))) == whole
+    # The three samples together train each token that the model wrote exactly once.
+    preserved = trained_text(split_samples(CHAT, "preserved")[0].render(TOKENIZER))
+    assert "".join(map(trained_text, (first, second, third))) == preserved
 
 
-def test_preserved_is_one_sample_that_holds_all_reasoning():
+def test_preserved_mode_makes_one_sample_with_all_reasoning():
     [sample] = split_samples([*CHAT, user("Four?")], "preserved")
     rendered = sample.render(TOKENIZER)
     assert rendered.text.endswith("<think>r3</think>a3<|user|>")
     assert all(f"<think>{r}</think>" in rendered.text for r in ("r1", "r2", "r3"))
 
 
-def test_turn_level_follows_what_each_turn_did():
-    asked = [s.enable_thinking for s in split_samples(CHAT, "turn_level")]
-    assert asked == [True, False, True]
+def test_turn_level_mode_follows_reasoning_of_turns():
+    thinking = [s.enable_thinking for s in split_samples(CHAT, "turn_level")]
+    assert thinking == [True, False, True]
     quiet = split_samples(CHAT, "turn_level")[1].render(TOKENIZER, variant="glm5.2")
     assert (
         quiet.text.endswith("<|assistant|><think></think>a2<|user|>")
-        and learnt(quiet) == "a2<|user|>"
+        and trained_text(quiet) == "a2<|user|>"
     )
 
 
-def test_a_sample_that_ends_with_a_call_stops_for_its_result():
+def test_sample_that_ends_with_call_stops_for_result():
     [sample] = split_samples(CHAT[:2], "interleaved")
-    assert learnt(sample.render(TOKENIZER)).endswith("</tool_call><|observation|>")
+    assert trained_text(sample.render(TOKENIZER)).endswith("</tool_call><|observation|>")
 
 
 @pytest.mark.parametrize(
     ("mode", "variant"),
     [(m, v) for m in MODES for v in VARIANTS if m != "preserved" or VARIANTS[v].keeps_reasoning],
 )
-def test_a_sample_begins_with_the_prompt_that_the_model_saw(mode, variant):
-    """Up to its last reply; what it then wrote is all that is learnt behind it."""
+def test_sample_begins_with_prompt_of_last_reply(mode, variant):
+    """Checks also that every token after the prompt has a loss."""
     silent = [user("One?"), reply("a1"), user("Two?"), reply("", None, "look"), RESULT, reply("a2")]
     empty = [user("One?"), reply("a1", "")]
     inline = [user("One?"), reply("<think>r1</think>a1")]
@@ -93,41 +94,41 @@ def test_a_sample_begins_with_the_prompt_that_the_model_saw(mode, variant):
                 "variant": variant,
             }
             prompt = render_chat(sample.messages[:-1], TOKENIZER, **options)
-            whole = sample.render(TOKENIZER, variant=variant)
-            assert whole.ids[: len(prompt.ids)] == prompt.ids
-            assert all(whole.loss_mask[len(prompt.ids) :])
+            rendered = sample.render(TOKENIZER, variant=variant)
+            assert rendered.ids[: len(prompt.ids)] == prompt.ids
+            assert all(rendered.loss_mask[len(prompt.ids) :])
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_reasoning_a_sample_is_one_without_thinking(mode):
-    """So no model learns to close thinking that it was asked for."""
+def test_disables_thinking_without_reasoning(mode):
+    """Otherwise a model would learn to close its thinking at once when thinking is requested."""
     [sample] = split_samples([user("One?"), reply("a1", "")], mode)
     assert not sample.enable_thinking
     for variant in ("glm5", "glm5.1", "glm5.2"):
-        assert learnt(sample.render(TOKENIZER, variant=variant)) == "a1<|user|>"
-    asked = [s.enable_thinking for s in split_samples(CHAT, mode)]
-    assert asked == ([True] if mode == "preserved" else [True, False, True])
+        assert trained_text(sample.render(TOKENIZER, variant=variant)) == "a1<|user|>"
+    thinking = [s.enable_thinking for s in split_samples(CHAT, mode)]
+    assert thinking == ([True] if mode == "preserved" else [True, False, True])
 
 
-def test_only_preserved_thinking_leaves_earlier_tokens_as_they_are():
-    """Turn by turn the prompt of the next turn goes on from all that was written."""
+def test_only_preserved_thinking_keeps_earlier_tokens():
+    """In preserved mode each prompt continues all text before it."""
 
     def shared(mode):
-        options, found = request_options(mode), []
+        options, prefixes = request_options(mode), []
         for end in (4, 6):
             so_far = render_chat(CHAT[:end], TOKENIZER, add_generation_prompt=False, **options).ids
             prompt = render_chat(CHAT[: end + 1], TOKENIZER, **options).ids
             equal = next((i for i, (a, b) in enumerate(zip(so_far, prompt)) if a != b), len(so_far))
-            found.append((equal, len(so_far)))
-        return found
+            prefixes.append((equal, len(so_far)))
+        return prefixes
 
-    (one, whole), (two, longer) = shared("preserved")
-    assert (one, two) == (whole, longer) and two > one
-    (one, whole), _ = shared("interleaved")
-    assert one < whole
+    (one, length), (two, longer_length) = shared("preserved")
+    assert (one, two) == (length, longer_length) and two > one
+    (one, length), _ = shared("interleaved")
+    assert one < length
 
 
-SAID = [
+LONG_CHAT = [
     user("One?"),
     reply("a1"),
     user("Two?"),
@@ -145,28 +146,33 @@ SAID = [
     ("variant", "rewritten", "closed_at_once"),
     [("glm5", [], [1, 7]), ("glm5.1", [2, 8], []), ("glm5.2", [], [])],
 )
-def test_where_preserved_tokens_do_not_only_grow(variant, rewritten, closed_at_once):
-    """By message: those that change what stood before them, and replies that their prompt does not begin."""
+def test_preserved_tokens_change_at_listed_messages(variant, rewritten, closed_at_once):
+    """`rewritten`: messages that change the text before them. `closed_at_once`: replies whose prompt does not begin
+    them.
+    """
 
     def ids(end, prompt=False):
         options = {"clear_thinking": False, "add_generation_prompt": prompt, "variant": variant}
-        return render_chat(SAID[:end], TOKENIZER, **options).ids
+        return render_chat(LONG_CHAT[:end], TOKENIZER, **options).ids
 
     def begins(a, b):
         return b[: len(a)] == a
 
-    later = range(1, len(SAID))
+    later = range(1, len(LONG_CHAT))
     assert [i for i in later if not begins(ids(i), ids(i + 1))] == rewritten
-    replies = [i for i in later if SAID[i]["role"] == "assistant"]
+    replies = [i for i in later if LONG_CHAT[i]["role"] == "assistant"]
     assert [i for i in replies if not begins(ids(i, True), ids(i + 1))] == closed_at_once
-    # Blanks of a message's reasoning stay in glm5.2 alone; those around content in none.
-    text = TOKENIZER.decode(ids(len(SAID)))
-    kept = variant == "glm5.2"
-    assert ("<think> \n</think>a2<|user|>" in text, "<think> r3 </think>" in text) == (kept, kept)
+    # Only glm5.2 keeps blanks of the reasoning. No variant keeps blanks around the content.
+    text = TOKENIZER.decode(ids(len(LONG_CHAT)))
+    keeps_blanks = variant == "glm5.2"
+    assert ("<think> \n</think>a2<|user|>" in text, "<think> r3 </think>" in text) == (
+        keeps_blanks,
+        keeps_blanks,
+    )
 
 
-def test_modes_mix_in_one_conversation():
-    """A session may think, then not, then keep what it thought."""
+def test_mixes_modes_in_one_conversation():
+    """A session may think, then not think, then preserve its thinking."""
     prompts = [
         render_chat(CHAT[:1], **request_options("interleaved")).text,
         render_chat(CHAT[:5], **request_options("turn_level", think=False)).text,
@@ -177,7 +183,7 @@ def test_modes_mix_in_one_conversation():
     assert prompts[2].endswith("Three?<|assistant|><think>") and "<think>r1</think>" in prompts[2]
 
 
-def test_wrong_use_is_named():
+def test_rejects_invalid_modes_and_chats():
     with pytest.raises(ValueError, match="unknown mode 'deep'; use one of interleaved"):
         split_samples(CHAT, "deep")
     with pytest.raises(ValueError, match="think is false; preserved always thinks"):

@@ -1,4 +1,4 @@
-"""Replies taken apart: the same parts however the stream is cut, and a problem named for every call that is broken."""
+"""Tests that replies are parsed into the same parts however the stream is cut, with a problem for each broken call."""
 
 import http.server
 import json
@@ -32,11 +32,11 @@ CALL = (
 )
 
 
-def test_it_is_part_of_the_surface():
+def test_exports_parse_reply():
     assert glm.parse_reply is parse_reply
 
 
-def test_reasoning_content_and_typed_calls():
+def test_parses_reasoning_content_and_typed_calls():
     reply = parse_reply(f"Search.</think>\nI look. {CALL}<|observation|>", TOOLS)
     call = ToolCall("find", {"text": "12", "limit": 5}, None, CALL[11:-12])
     assert reply == Reply("Search.", "I look.", (call,), "<|observation|>")
@@ -58,16 +58,16 @@ def test_reasoning_content_and_typed_calls():
         ("a<b <tool", False, Reply(None, "a<b <tool", (), None)),
         ("done<|endoftext|>more", False, Reply(None, "done", (), "<|endoftext|>")),
         ("  \n", True, Reply(None, "", (), None)),
-        # Who is still thinking calls nobody.
+        # Calls inside the reasoning are text.
         (f"so {CALL}<|observation|>", True, Reply(f"so {CALL}", "", (), "<|observation|>")),
         (f"so {CALL}</think>Hi", True, Reply(f"so {CALL}", "Hi", (), None)),
     ],
 )
-def test_where_thinking_ends(text, thinking, expected):
+def test_finds_end_of_thinking(text, thinking, expected):
     assert parse_reply(text, thinking=thinking) == expected
 
 
-def test_a_call_may_have_no_arguments():
+def test_parses_call_without_arguments():
     reply = parse_reply("<tool_call>find</tool_call><|observation|>", TOOLS, thinking=False)
     assert reply == Reply(None, "", (ToolCall("find", {}, None, "find"),), "<|observation|>")
 
@@ -86,14 +86,14 @@ def test_a_call_may_have_no_arguments():
         ),
     ],
 )
-def test_a_broken_call_has_a_problem_and_the_rest_is_read(inside, problem):
+def test_parses_call_after_broken_call(inside, problem):
     reply = parse_reply(f"<tool_call>{inside}</tool_call>{CALL}", TOOLS, thinking=False)
-    broken, whole = reply.tool_calls
+    broken, intact = reply.tool_calls
     assert problem in broken.problem and broken.text == inside
-    assert whole.problem is None and whole.arguments == {"text": "12", "limit": 5}
+    assert intact.problem is None and intact.arguments == {"text": "12", "limit": 5}
 
 
-def test_a_call_that_is_cut_off_has_a_problem():
+def test_reports_truncated_call():
     reply = parse_reply(
         "<tool_call>find<arg_key>text</arg_key><arg_value>ab", TOOLS, thinking=False
     )
@@ -101,7 +101,7 @@ def test_a_call_that_is_cut_off_has_a_problem():
     assert call.problem == "the call has no </tool_call>" and call.arguments == {}
 
 
-def test_a_value_may_hold_what_looks_like_a_marker():
+def test_keeps_marker_text_in_value():
     text = (
         "<tool_call>find<arg_key>text</arg_key><arg_value>a<think>b</think></arg_value></tool_call>"
     )
@@ -111,9 +111,9 @@ def test_a_value_may_hold_what_looks_like_a_marker():
 
 
 def argument(text, schema=None, parameters=None):
-    """What `text` is read as for an argument of this schema."""
-    own = {"type": "object", "properties": {} if schema is None else {"a": schema}}
-    tools = [{"name": "f", "parameters": own | (parameters or {})}]
+    """Parses `text` as an argument with this schema and returns its value."""
+    base = {"type": "object", "properties": {} if schema is None else {"a": schema}}
+    tools = [{"name": "f", "parameters": base | (parameters or {})}]
     written = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
     [call] = parse_reply(written, tools, thinking=False).tool_calls
     assert call.problem is None
@@ -163,7 +163,7 @@ DEFINED = {"$defs": {"Choice": {"enum": ["1", "2"]}, "Loop": {"$ref": "#/$defs/L
         (None, "9" * 5000, "9" * 5000),
     ],
 )  # fmt: skip
-def test_a_value_is_what_its_schema_allows(schema, text, value):
+def test_reads_value_by_schema(schema, text, value):
     read = argument(text, schema, DEFINED)
     assert read == value and type(read) is type(value)
 
@@ -182,19 +182,19 @@ def test_a_value_is_what_its_schema_allows(schema, text, value):
         ["string"],
     ],
 )
-def test_a_broken_schema_breaks_nothing(schema):
+def test_ignores_invalid_schema(schema):
     assert argument("5", schema, DEFINED) == 5
     assert argument("five", schema, DEFINED | {"$id": "http://["}) == "five"
     assert argument("5", schema, {"$id": "http://["}) == 5
 
 
-def test_a_schema_elsewhere_is_not_fetched():
-    """There is a server that would say: an integer."""
-    asked = []
+def test_does_not_fetch_remote_schema():
+    """The referenced server counts the requests that reach it."""
+    requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
+            requests.append(self.path)
             self.send_error(404)
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -202,10 +202,10 @@ def test_a_schema_elsewhere_is_not_fetched():
         schema = {"$ref": f"http://127.0.0.1:{server.server_port}/schema.json"}
         assert argument("5", schema) == 5
         server.shutdown()
-    assert not asked
+    assert not requests
 
 
-def test_a_pattern_does_not_hang():
+def test_ignores_pattern_with_exponential_time():
     began = time.perf_counter()
     assert argument("1" * 40, {"type": ["string", "null"], "pattern": "^(1+)+$"}) == "1" * 40
     argument("a" * 40 + "b", {"anyOf": [{"type": "string", "pattern": "^(a+)+$"}]})
@@ -213,18 +213,18 @@ def test_a_pattern_does_not_hang():
     assert time.perf_counter() - began < 5
 
 
-def test_refuses_what_is_no_tool_before_anything_is_read():
+def test_rejects_invalid_tool_before_parsing():
     with pytest.raises(ChatError, match="tool 1, 'f', has parameters True"):
         ReplyParser([*TOOLS, {"name": "f", "parameters": True}])
 
 
-def test_an_id_without_a_token_is_a_replacement_character():
-    """A model has more rows than its tokenizer has tokens."""
+def test_reads_id_without_token_as_replacement_character():
+    """A model's embedding has more rows than its tokenizer has tokens."""
     a, beyond = TOKENIZER.encode("a"), TOKENIZER.vocab_size + 3
     parser = ReplyParser(tokenizer=TOKENIZER, thinking=False)
     cut = TOKENIZER.encode("🙂")[:1]
-    told = "".join(d.text for d in parser.feed([*a, beyond, *a, *cut, -1, *a]))
-    assert told == parser.close().content == "a\ufffda\ufffd\ufffda"
+    streamed = "".join(d.text for d in parser.feed([*a, beyond, *a, *cut, -1, *a]))
+    assert streamed == parser.close().content == "a\ufffda\ufffd\ufffda"
 
 
 REPLIES = [
@@ -239,26 +239,28 @@ REPLIES = [
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("text", REPLIES)
-def test_every_way_of_cutting_the_stream_gives_the_same(text, thinking, as_ids):
-    whole = TOKENIZER.encode(text, parse_special=True) if as_ids else text
-    expected = parse_reply(whole, TOOLS, tokenizer=TOKENIZER if as_ids else None, thinking=thinking)
+def test_parses_stream_in_pieces_of_any_size(text, thinking, as_ids):
+    source = TOKENIZER.encode(text, parse_special=True) if as_ids else text
+    expected = parse_reply(
+        source, TOOLS, tokenizer=TOKENIZER if as_ids else None, thinking=thinking
+    )
     r = random.Random(0)
     for trial in range(40):
         size = 1 if trial == 0 else r.randrange(2, 9)
         parser = ReplyParser(TOOLS, tokenizer=TOKENIZER if as_ids else None, thinking=thinking)
         deltas, at = [], 0
-        while at < len(whole):
+        while at < len(source):
             step = size if trial == 0 else r.randrange(1, size + 1)
-            deltas += parser.feed(whole[at : at + step])
+            deltas += parser.feed(source[at : at + step])
             at += step
         reply = parser.close()
         assert reply == expected
-        # What has been handed out is never taken back.
-        for part, told in (
+        # Text that was streamed is never retracted.
+        for part, final in (
             ("reasoning", reply.reasoning_content or ""),
             ("content", reply.content),
         ):
-            assert told.startswith("".join(d.text for d in deltas if d.part == part))
+            assert final.startswith("".join(d.text for d in deltas if d.part == part))
         assert [d.call for d in deltas if d.part == "call"] == [
             c for c in reply.tool_calls if c.problem != "the call has no </tool_call>"
         ]
@@ -274,7 +276,7 @@ def test_every_way_of_cutting_the_stream_gives_the_same(text, thinking, as_ids):
         "\n" * 2_000_000 + "b",
     ],
 )
-def test_two_megabytes_take_a_moment(text):
+def test_parses_two_megabytes_quickly(text):
     began = time.perf_counter()
     assert parse_reply(text).reasoning_content == text.strip()
     parser = ReplyParser()
@@ -284,7 +286,7 @@ def test_two_megabytes_take_a_moment(text):
     assert time.perf_counter() - began < 30
 
 
-def test_a_long_argument_takes_a_moment():
+def test_parses_long_argument_quickly():
     began = time.perf_counter()
     parser = ReplyParser([{"name": "f"}], thinking=False)
     parser.feed("<tool_call>f<arg_key>a</arg_key><arg_value>")
@@ -295,48 +297,48 @@ def test_a_long_argument_takes_a_moment():
     assert time.perf_counter() - began < 20
 
 
-def test_ids_that_spell_a_marker_as_text_are_text():
+def test_reads_spelled_out_marker_ids_as_text():
     ids = TOKENIZER.encode("a</think>b")
     assert parse_reply(ids, tokenizer=TOKENIZER).reasoning_content == "a</think>b"
     with pytest.raises(ValueError, match="a reply of ids needs the tokenizer"):
         parse_reply(ids)
 
 
-def test_what_is_rendered_is_read_back():
+def test_parses_rendered_reply():
     message = {
         "role": "assistant",
         "reasoning_content": "Search.",
         "content": "I look.",
         "tool_calls": [{"name": "find", "arguments": {"text": "a <b>", "limit": 3}}] * 2,
     }
-    asked = {"role": "user", "content": "Where?"}
-    prompt = render_chat([asked], TOKENIZER)
-    whole = render_chat([asked, message], TOKENIZER, add_generation_prompt=False)
-    assert whole.ids[: len(prompt.ids)] == prompt.ids
-    for reply in (whole.ids[len(prompt.ids) :], whole.text[len(prompt.text) :]):
-        found = parse_reply(reply, TOOLS, tokenizer=TOKENIZER)
-        assert (found.reasoning_content, found.content) == ("Search.", "I look.")
-        assert [c[:3] for c in found.tool_calls] == [
+    question = {"role": "user", "content": "Where?"}
+    prompt = render_chat([question], TOKENIZER)
+    rendered_chat = render_chat([question, message], TOKENIZER, add_generation_prompt=False)
+    assert rendered_chat.ids[: len(prompt.ids)] == prompt.ids
+    for reply in (rendered_chat.ids[len(prompt.ids) :], rendered_chat.text[len(prompt.text) :]):
+        parsed = parse_reply(reply, TOOLS, tokenizer=TOKENIZER)
+        assert (parsed.reasoning_content, parsed.content) == ("Search.", "I look.")
+        assert [c[:3] for c in parsed.tool_calls] == [
             ("find", {"text": "a <b>", "limit": 3}, None)
         ] * 2
 
 
-def rendered(messages, frames):
-    """Their text, laid out so many frames further down."""
-    return rendered(messages, frames - 1) if frames else render_chat(messages).text
+def render_at_depth(messages, frames):
+    """Returns the text of the messages, rendered `frames` stack frames deeper."""
+    return render_at_depth(messages, frames - 1) if frames else render_chat(messages).text
 
 
-def test_what_was_read_is_rendered_however_deep_it_is_nested():
-    """Or a policy could end a run with a call that can be read, but not be laid out from some frames further down."""
-    asked = {"role": "user", "content": "Where?"}
+def test_renders_parsed_calls_of_any_depth():
+    """Otherwise a policy could end a run with a call that can be parsed, but not rendered a few stack frames deeper."""
+    question = {"role": "user", "content": "Where?"}
     for depth in (10, 100, *range(800, 1000, 7)):
         value = "[" * depth + "]" * depth
         call = f"<tool_call>find<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>"
         message = parse_reply(call, TOOLS, thinking=False).message
-        assert value in rendered([asked, message], 40)
+        assert value in render_at_depth([question, message], 40)
 
 
-def test_half_a_character_is_held_back():
+def test_holds_back_partial_character():
     text = "🙂 日本 é"
     ids = TOKENIZER.encode(text)
     one = Detokenizer(TOKENIZER)

@@ -55,6 +55,13 @@ def test_rejects_changed_config_on_resume(tmp_path, parts, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])
+def test_names_config_that_cannot_be_read(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is not the configuration of a run"):
+        check_resume(tmp_path, CONFIG)
+
+
 def test_accepts_changed_performance_options_on_resume(tmp_path):
     write_config(tmp_path, CONFIG)
     parts = {

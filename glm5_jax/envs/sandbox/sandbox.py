@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
 import pathlib
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, Self
 
 from glm5_jax.envs.sandbox import orphans, seccomp, transfer
+from glm5_jax.envs.sandbox.bubblewrap import NO_START, Bubblewrap
 from glm5_jax.envs.sandbox.cgroups import Groups
 from glm5_jax.envs.sandbox.config import (
     OWNER,
@@ -31,10 +31,9 @@ from glm5_jax.envs.sandbox.launch_spec import (
     HOMES,
     HOST_SETTINGS,
     ROOT_CAPABILITIES,
-    launch_task,
 )
 from glm5_jax.envs.sandbox.limits import describe_limits, rlimits, warn_of_missing_limits
-from glm5_jax.envs.sandbox.processes import has_ended, kill, shield_until_done, wait_for_end
+from glm5_jax.envs.sandbox.processes import has_ended, shield_until_done, wait_for_end
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +41,8 @@ _TRANSFER_TIMEOUT_S = 60.0  # suffices for half a gigabyte on a busy machine
 _SNAPSHOT_TIMEOUT_S = 600.0  # suffices for gigabytes of packages
 _END_TIMEOUT_S = 10.0  # until killed processes are gone; large ones release their memory first
 _LOSS_WAIT_S = 0.2  # until a sandbox that lost a command by SIGKILL is gone too
-_MESSAGE_BYTES = 4096  # retained from messages of `entry` and bubblewrap
 _MAX_ARGUMENT_BYTES = 1 << 17  # Linux's limit
 _MAX_PATH_BYTES = 1 << 12  # Linux's limit
-_NO_BWRAP = (
-    "untrusted programs are not run without isolation, and bubblewrap (bwrap) is not installed; "
-    "on Debian: apt-get install bubblewrap. SandboxConfig(isolation='none') is for trusted programs only"
-)
-_NO_START = (
-    "the sandbox did not start: {}. It needs Linux 5.11 or newer with user namespaces "
-    "(sysctl user.max_user_namespaces above 0; where they exist kernel.unprivileged_userns_clone=1 and "
-    "kernel.apparmor_restrict_unprivileged_userns=0), and in a container --privileged"
-)
 
 
 class Sandbox:
@@ -76,9 +65,7 @@ class Sandbox:
         self._users = {os.getuid(), self._owner or os.getuid()}  # owners of its folders
         self._filter = seccomp.build_filter() if self._isolated else b""
         self._groups: Groups | None = None
-        # Bubblewrap's outer process, whose mounts hold the upper layer.
-        self._monitor: EntryProcess | None = None
-        self._first = self._monitor_pidfd = -1  # pidfds; the first process of the sandbox
+        self._bubblewrap = Bubblewrap()
         self._folder: pathlib.Path | None = None  # used instead of all that without isolation
         self._children: set[EntryProcess] = set()
         self._running = False
@@ -105,7 +92,7 @@ class Sandbox:
                 cpus=self.config.cpus,
             )
             if self._isolated:
-                await self._launch()
+                await self._bubblewrap.start(self.config, self._owner, self._filter)
             else:
                 log.warning(
                     "SANDBOX WITHOUT ISOLATION: programs run as the caller, with the caller's files and "
@@ -117,7 +104,7 @@ class Sandbox:
             self._running = True
         except OSError as error:
             await self.stop()
-            raise SandboxError(_NO_START.format(error)) from error
+            raise SandboxError(NO_START.format(error)) from error
         except BaseException:
             await self.stop()
             raise
@@ -204,7 +191,7 @@ class Sandbox:
         kind, _, rest = child.status.partition(" ")
         if self._isolated and ended and not kills and child.status.startswith("signal 9 "):
             # The sandbox may be lost, and its first process ends last.
-            await wait_for_end(self._first, _LOSS_WAIT_S)
+            await wait_for_end(self._bubblewrap.init_pidfd, _LOSS_WAIT_S)
         self._check_running()
         if ended and kind not in ("exit", "signal"):
             raise SandboxError(f"{command!r} could not be run: {rest or child.output['stderr']}")
@@ -263,7 +250,10 @@ class Sandbox:
 
     async def changes(self, max_paths: int) -> list[str]:
         """Returns the paths of written or removed files and links, at most `max_paths`."""
-        fields = {"monitor": self._monitor_pidfd, "descriptors": (self._monitor_pidfd,)}
+        fields = {
+            "monitor": self._bubblewrap.monitor_pidfd,
+            "descriptors": (self._bubblewrap.monitor_pidfd,),
+        }
         size = max_paths * _MAX_PATH_BYTES
         data = await self._transfer(
             "changes", "/", output_bytes=size, max_paths=max_paths, **fields
@@ -316,8 +306,8 @@ class Sandbox:
                 "snapshot",
                 "/",
                 folder=str(folder),
-                monitor=self._monitor_pidfd,
-                descriptors=(self._monitor_pidfd,),
+                monitor=self._bubblewrap.monitor_pidfd,
+                descriptors=(self._bubblewrap.monitor_pidfd,),
                 max_bytes=self.config.disk_bytes,
                 timeout_s=_SNAPSHOT_TIMEOUT_S,
             )
@@ -329,43 +319,11 @@ class Sandbox:
     async def stop(self) -> None:
         """Ends all processes and removes all resources. Can be called again, and at any time."""
         if self._stopping is None:
+            self._bubblewrap.is_stopping = True
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
         await shield_until_done(self._stopping)
 
     # -- private ------------------------------------------------------------------------------------
-
-    async def _launch(self) -> None:
-        bwrap = shutil.which("bwrap", path=PATH)
-        if bwrap is None:
-            raise SandboxError(_NO_BWRAP)
-        info, info_write = os.pipe()
-        filter_ = os.memfd_create("filter")
-        try:
-            os.write(filter_, self._filter)
-            os.lseek(filter_, 0, os.SEEK_SET)
-            passed = filter_ if self._filter else None
-            self._monitor = EntryProcess(
-                launch_task(self.config, bwrap, self._owner, info_write, passed),
-                stdin=b"",
-                output_bytes=_MESSAGE_BYTES,
-                descriptors=(info_write, filter_),
-            )
-            self._monitor_pidfd = os.pidfd_open(self._monitor.pid)
-            await asyncio.wait([self._monitor.first_line], timeout=self.config.start_timeout_s)
-            if self._stopping is not None:
-                raise SandboxError("the sandbox was stopped while it started")
-            if self._monitor.output["stdout"] != b"ready\n":
-                message = self._monitor.output["stderr"].decode(errors="replace").strip()
-                status = self._monitor.status.removeprefix("failed ")
-                late = f"nothing happened within {self.config.start_timeout_s} s"
-                raise SandboxError(_NO_START.format(status or message or late))
-            # Reported before the sandbox is set up. It is the number, outside, of the first process inside.
-            self._first = os.pidfd_open(json.loads(os.read(info, _MESSAGE_BYTES))["child-pid"])
-        except ProcessLookupError:
-            raise SandboxError("the sandbox ended as soon as it was started") from None
-        finally:
-            for descriptor in (info, info_write, filter_):
-                os.close(descriptor)
 
     def _identity(self, user: str) -> int:
         """Returns the number of a user inside the sandbox."""
@@ -381,14 +339,14 @@ class Sandbox:
     def _check_running(self) -> None:
         if not self._running:
             raise SandboxError("the sandbox does not run: it was not started, or was stopped")
-        if self._isolated and has_ended(self._first):
+        if self._isolated and has_ended(self._bubblewrap.init_pidfd):
             raise SandboxError("the sandbox is lost: its first process has ended")
 
     def _enter(
         self, *, stdin: bytes, output_bytes: int, end_bytes: int = 0, descriptors=(), **task: Any
     ) -> EntryProcess:
         """Starts a process that enters this sandbox to run a task."""
-        sandbox = self._first if self._isolated else None
+        sandbox = self._bubblewrap.init_pidfd if self._isolated else None
         task |= {"sandbox": sandbox, "owner": self._owner, "root": str(self._folder)}
         descriptors = (*descriptors, *(() if sandbox is None else (sandbox,)))
         try:
@@ -464,7 +422,7 @@ class Sandbox:
                 try:
                     await self._transfer("kill_all", "/", timeout_s=_END_TIMEOUT_S)
                 except SandboxError:  # usually the sandbox has ended, with everything in it
-                    if has_ended(self._first):
+                    if has_ended(self._bubblewrap.init_pidfd):
                         child.kill()
             else:
                 child.kill()
@@ -476,20 +434,10 @@ class Sandbox:
 
     async def _stop(self) -> None:
         self._running = False
-        if self._first >= 0:
-            kill(self._first)  # the kernel then kills everything inside
-        elif self._monitor is not None:
-            self._monitor.kill()  # the sandbox ends with it
+        self._bubblewrap.kill()
         for child in self._children:
             child.kill()
-        left = []
-        if self._monitor is not None:
-            if not await self._monitor.wait(_END_TIMEOUT_S):
-                left.append(f"process {self._monitor.pid}")
-            self._monitor.close()
-            for descriptor in (self._monitor_pidfd, self._first):
-                if descriptor >= 0:
-                    os.close(descriptor)
+        left = await self._bubblewrap.close(_END_TIMEOUT_S)
         if self._groups is not None:
             left += await self._groups.remove(_END_TIMEOUT_S)
         if self._folder is not None:

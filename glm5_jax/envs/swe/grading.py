@@ -3,10 +3,14 @@
 1. The attempt's work folder, or its patch, becomes a difference to the base tree, computed on the trusted side.
 2. `submissions.filter_changes` drops what an attempt may not change.
 3. A fresh sandbox over the environment's layer gets the changes. The tests come from the instance, and belong to root.
-4. Two planted tests with random names, of which one fails, show whether results are real.
+4. Planted tests show whether results are real: one passes, the others fail, each by another assertion. Variants of the
+   instance's own tests, which expect another value, must fail too (Python only).
 5. The project is rebuilt, and the tests run as an unprivileged user within a time limit from gold's times.
 6. Reports are read after all processes ended. The exit code comes from the process, and must agree with them.
 7. The reward is 1 if all tests of both lists pass, and 0 otherwise.
+
+The code under test runs in the process of its tests. In languages other than Python it can forge a whole report, if it
+finds the planted tests by their text and reports them as they are; `awareness` shows a judge the lines that do so.
 
 Where a run gives no result, the gold patch is graded as a control. If gold does not resolve the instance either, the
 environment failed and there is no reward.
@@ -56,6 +60,20 @@ class AttemptError(RuntimeError):
 
 class NoResultError(RuntimeError):
     """Raised if a run gives no result, and it is unclear whether the attempt or the environment is at fault."""
+
+
+class VariantError(AttemptError):
+    """Raised if a variant of a test passes, which expects another value.
+
+    Attributes:
+      report: report without the variants, which counts if gold passes the variant too.
+    """
+
+    def __init__(self, variant: str, report: AttemptReport):
+        super().__init__(
+            f"tests were tampered with: a test that expects another value passes ({variant})"
+        )
+        self.report = report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +191,10 @@ class SweGrader:
         """Grades changes, with the gold patch as a control where they give no result."""
         try:
             return await self._run(changes, patch_exists)
+        except VariantError as error:
+            if await self._is_wrong_variant():
+                return error.report
+            return self._report(0.0, str(error), patch_exists=patch_exists)
         except AttemptError as error:
             return self._report(0.0, str(error), patch_exists=patch_exists)
         except (NoResultError, SandboxError) as error:
@@ -190,14 +212,29 @@ class SweGrader:
         """Returns why the gold patch does not resolve the instance here and now; None: it does."""
         if self._gold is None or not self._gold.resolved:
             try:
-                async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
-                    if not await apply_patch(box, self.instance.patch, WORKDIR):
-                        return "it does not apply"
-                    changes = await self._changes(box)
-                self._gold = await self._run(changes, True)
+                self._gold = await self._grade_gold()
+            except VariantError as error:
+                self._gold = error.report
             except (AttemptError, NoResultError, SandboxError) as error:
                 return str(error)
         return None if self._gold.resolved else self._gold.error or "some tests fail"
+
+    async def _is_wrong_variant(self) -> bool:
+        """Returns whether the gold patch passes a variant too, which then says nothing about attempts."""
+        try:
+            await self._grade_gold()
+        except VariantError:
+            return True
+        except (AttemptError, NoResultError, SandboxError):
+            return False
+        return False
+
+    async def _grade_gold(self) -> AttemptReport:
+        async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
+            if not await apply_patch(box, self.instance.patch, WORKDIR):
+                raise NoResultError("it does not apply")
+            changes = await self._changes(box)
+        return await self._run(changes, True)
 
     async def _run(
         self, changes: Mapping[str, TreeFile | None], patch_exists: bool
@@ -225,6 +262,9 @@ class SweGrader:
             lines = find_aware_lines(submission.files, base, self.instance)
             if lines and await self._judge_awareness(lines):
                 raise AttemptError(f"it behaves differently under test: {lines[0]}")
+        passing = passing_variants(run.report, canaries) if run.report and canaries else []
+        if report.resolved and passing:
+            raise VariantError(passing[0], report)
         return report
 
     async def _put(self, box: Sandbox, base: FileTree, submission: SweSubmission) -> FileTree:
@@ -340,6 +380,16 @@ def has_true_canaries(report: RunReport, canaries: Canaries) -> bool:
         return {status for name, status in report.statuses.items() if word in name}
 
     return statuses(canaries.passing) == {"pass"} and statuses(canaries.failing) == {"fail"}
+
+
+def passing_variants(report: RunReport, canaries: Canaries) -> list[str]:
+    """Returns the planted variants of tests that do not fail, as they must."""
+    statuses = report.statuses
+    return [
+        variant
+        for variant in canaries.variants
+        if {status for name, status in statuses.items() if name.endswith(variant)} != {"fail"}
+    ]
 
 
 def _folders_above(path: str) -> list[str]:

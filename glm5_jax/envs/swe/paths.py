@@ -147,8 +147,9 @@ _AUX_NAMES = re.compile(
 
 # Configuration of test runners, which an attempt could use to change what the tests report.
 _RUNNER_CONFIG = re.compile(
-    r"conftest\.py|pytest\.ini|tox\.ini|\.pytest\.ini|sitecustomize\.py|usercustomize\.py|.*\.pth"
+    r"conftest\.py|\.?pytest\.(?:ini|toml)|tox\.ini|sitecustomize\.py|usercustomize\.py|.*\.pth"
     r"|\.mocharc(?:\..*)?|mocha\.opts|(?:jest|vitest|vite)(?:\.\w+)?\.config\..*|\.npmrc"
+    r"|vitest\.(?:workspace|projects)\..*|babel\.config\..*|\.babelrc(?:\..*)?|\.swcrc|jest-preset\..*"
     r"|phpunit(?:\..*)?\.xml(?:\.dist)?|\.rspec|spec_helper\.rb|rails_helper\.rb|\.rubyopt"
     r"|CTestCustom\.cmake|CTestTestfile\.cmake|jvm\.config|maven\.config|junit-platform\.properties"
 )

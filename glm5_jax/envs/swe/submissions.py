@@ -9,6 +9,8 @@ import json
 import posixpath
 import re
 import stat
+import sys
+import tomllib
 from collections.abc import Collection, Mapping
 
 from glm5_jax.envs.swe.file_tree import FileTree, TreeFile
@@ -24,18 +26,30 @@ IGNORED_FOLDERS = frozenset(
 )
 _PLUGINS = re.compile(
     r"(?:^|/)[^/]+\.(?:dist|egg)-info/|(?:^|/)\.mvn/|(?:^|/)\.bundle/|(?:^|/)\.user\.ini$|(?:^|/)php\.ini$"
+    r"|(?:^|/)__mocks__/|(?:^|/)META-INF/services/(?:org\.junit|junit)\."
+)
+# Parts of test runners and assertion libraries. A file of this name would be loaded instead.
+_OF_RUNNERS = re.compile(
+    r"(?:^|/)(?:org/(?:junit|hamcrest|opentest4j|assertj|mockito|testng|apiguardian)|junit/framework)/"
+    r"|(?:^|/)lib/(?:minitest|rspec|test/unit)(?:/|\.rb$)"
+    r"|(?:^|/)(?:gtest|gmock|catch2|doctest|unity|cmocka)/[^/]+\.h(?:pp)?$"
+    r"|(?:^|/)(?:unity|unity_internals|catch|catch_all|catch_amalgamated|doctest|cmocka|check)\.h(?:pp)?$"
+)
+_VENDORED = frozenset({"vendor", "third_party", "thirdparty", "external", "extern", "_vendor"})
+_RUNNER_MODULES = frozenset(
+    ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 )
 # Sections of files that configure test runners and builds alike.
-_SECTIONS = {
-    "pyproject.toml": re.compile(r"tool\.(?:pytest|tox)\b.*"),
-    "setup.cfg": re.compile(r"tool:pytest|tool\.pytest.*|aliases"),
-}
+_SETUP_SECTIONS = re.compile(r"tool:pytest|tool\.pytest.*|aliases")
 _HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+\s*(?:#.*)?$", re.MULTILINE)
 _PACKAGE_KEYS = ("mocha", "jest", "vitest", "ava", "tap", "nyc", "imports")
 _GO_REPLACE = re.compile(r"^\s*replace\b.*|=>.*", re.MULTILINE)
 _ENABLES_TESTS = re.compile(
     r"(?i)\b(?:function|macro)\s*\(\s*(?:add_test|enable_testing|target_sources|add_executable)\b.*"
-    r"|\bCTEST_CUSTOM\w*|CMAKE_(?:C|CXX|CROSSCOMPILING)_?\w*(?:LAUNCHER|EMULATOR)\b.*"
+    r"|\bCTEST_\w+|CMAKE_(?:C|CXX|CROSSCOMPILING)_?\w*(?:LAUNCHER|EMULATOR|COMPILER)\b.*"
+    r"|\b(?:set_tests_properties|cmake_language)\b.*|\bset_property\s*\(\s*TEST\b.*|\bTEST_INCLUDE_FILES?\b.*"
+    r"|\b(?:WILL_FAIL|PASS_REGULAR_EXPRESSION|SKIP_RETURN_CODE|RULE_LAUNCH_\w+|TEST_LAUNCHER|CROSSCOMPILING_EMULATOR)\b.*"
+    r"|[\s(\"'=]-(?:include|imacros)\b.*"
 )
 
 
@@ -71,6 +85,7 @@ def filter_changes(
         reason = _content_problem(path, file)
         if reason is None and path not in gold:
             reason = _path_problem(path, tests) or _configuration_problem(path, file, base)
+            reason = reason or _replacement_problem(path, base)
         if reason is None:
             files[path] = file
         else:
@@ -89,6 +104,26 @@ def _path_problem(path: str, tests: Collection[str]) -> str | None:
         return "it is a test"
     if is_runner_config(path) or _PLUGINS.search(path):
         return "it configures the test runner"
+    return None
+
+
+def _replacement_problem(path: str, base: FileTree) -> str | None:
+    """Returns why a file is dropped: it stands for a part of the test runner, of a library, or of Python."""
+    folders = path.split("/")[:-1]
+    if _VENDORED & {folder.lower() for folder in folders}:
+        return "it is a part of another project"
+    if path in base:
+        return None
+    if _OF_RUNNERS.search(path):
+        return "it replaces a part of the test runner"
+    # The folders that Python looks for modules in, before its own.
+    name = path.removeprefix("src/").split("/")[0]
+    module = name.partition(".")[0]
+    is_module = name.endswith((".py", ".pyc", ".so")) or "." not in name
+    is_known = any(p.startswith((f"{name}/", f"src/{name}/")) for p in base)
+    if is_module and not is_known and module in _RUNNER_MODULES | sys.stdlib_module_names:
+        if path.endswith((".py", ".pyc", ".so")):
+            return "it replaces a module of Python or of the test runner"
     return None
 
 
@@ -122,8 +157,10 @@ def _runner_settings(path: str, content: bytes) -> object:
     """Returns the part of a build file that a test runner reads; None for other files."""
     name = posixpath.basename(path)
     text = content.decode("utf-8", "replace")
-    if name in _SECTIONS:
-        return _sections(text, _SECTIONS[name])
+    if name == "setup.cfg":
+        return _sections(text, _SETUP_SECTIONS)
+    if name == "pyproject.toml":
+        return _tools(text)
     if name == "package.json":
         try:
             value = json.loads(text) if text.strip() else {}
@@ -139,8 +176,19 @@ def _runner_settings(path: str, content: bytes) -> object:
     return None
 
 
+def _tools(text: str) -> object:
+    """Returns the tables of pytest and tox in a pyproject.toml, in whatever form; its text if it is no TOML."""
+    try:
+        tool = tomllib.loads(text).get("tool")
+    except (ValueError, RecursionError):
+        return text
+    return (
+        [tool.get(name) for name in ("pytest", "tox")] if isinstance(tool, dict) else [None, None]
+    )
+
+
 def _sections(text: str, names: re.Pattern[str]) -> list[str]:
-    """Returns the sections of an INI or TOML file with these names."""
+    """Returns the sections of an INI file with these names."""
     parts = _HEADER.split(text)
     return [
         f"{name}\n{body.strip()}"

@@ -21,6 +21,9 @@ _MAX_TEST_BYTES = 1 << 20  # read of a file of tests
 _PROGRAM = r"(?:timeout\s+\S+\s+)?(?:\./|/(?!usr/|bin/|tests/|grader/)\w+/)\S+[^\n;&|]*"
 _CHECKS = r"(?:cmp|diff|e?grep|\[|test|pytest|python3?|uvx?)\b"
 _OF_WORK = r"/(?!tests\b|tmp\b|logs\b)\w+"
+# A command substitution, except those that give a number or a path of the tests' own.
+_SUBSTITUTION = r"\$\((?!\(|(?:date|nproc|mktemp|pwd|basename|dirname)\b|[^()\n]*\|\s*wc\b|\s*(?:wc|grep\s+-\w*c)\b)"
+_OUTSIDE = r">\s*[\"']?/(?!tests\b|logs\b|dev\b|root\b)"
 # What the tests do -> its pattern in shell scripts, and in Python.
 _SHELL = {
     "evaluate a text that may be the attempt's (eval)": r"\beval\s",
@@ -50,6 +53,16 @@ _SHELL = {
     "believe what a test program prints, among which are the attempt's words (grep for passed or failed)": (
         r"\bgrep\b[^\n|]*\b(?i:passed|failed|failures?|ok)\b"
     ),
+    "take the reward from what a program prints that runs the attempt's code, which can print more": (
+        r"\b(\w+)=[\"']?\$\([^)\n]*\bpython3?\b[^)\n]*/tests/[\s\S]*?\becho\s+[\"']?\$\{?\1\b[^\n]*/logs/verifier/reward"
+        r"|\bpython3?\b[^\n;&]*/tests/[^\n;&]*\|[^\n]*/logs/verifier/reward"
+    ),
+    "write answers where the attempt's programs can read them (> /tmp/...)": (
+        r"\b(?:cat|sort|uniq|head|tail|cut|tr|sed|grep|jq|zcat|base64)\b[^\n;&]*\s/tests/[^\n;&]*"
+        + _OUTSIDE
+        + r"\w"
+        r"|/tests/[^\n;&]*" + _OUTSIDE + r"\S*(?i:expected|want|golden|reference|answer)"
+    ),
     "copy the attempt's files to where the reward is (/logs/verifier)": (
         rf"\b(?:cp|mv|rsync|install)\b[^\n;&|]*\s{_OF_WORK}\S*\s+/logs/verifier/?\s*(?:$|[;&|\n])"
     ),
@@ -62,7 +75,15 @@ _PYTHON = {
     "load objects that execute code (pickle and the like)": (
         r"\b(?:pickle|dill|cloudpickle|joblib|marshal|shelve|torch)\.(?:load|loads|open|Unpickler)\s*\("
         r"|\b(?:read_pickle|load_model|fileConfig)\s*\(|\bjsonpickle\.decode\s*\(|yaml\.(?:unsafe_)?load\s*\("
-        r"|allow_pickle\s*=\s*True|\bmultiprocessing\.connection\b"
+        r"|allow_pickle\s*=\s*True|\bmultiprocessing\.connection\b|\bdictConfig\s*\("
+    ),
+    "render a template that may be the attempt's, which executes code (jinja2)": (
+        r"\bjinja2\b[\s\S]*\b(?:Template|from_string|FileSystemLoader)\s*\("
+    ),
+    "load a library of the attempt's into their process (cffi)": r"\bcffi\b[\s\S]*\bdlopen\s*\(",
+    "read XML whose entities can be the answers (lxml)": r"\blxml\b[\s\S]*\b(?:parse|fromstring)\s*\(",
+    "open a path that the attempt chooses, which may be that of the answers": (
+        r"\b(?:open|Path)\(\s*\w+(?:\[[\"']\w+[\"']\]|\.get\([\"']\w+[\"']\))\s*[,)]"
     ),
     "take all names that the attempt's module has (import *)": r"(?m)^\s*from\s+[\w.]+\s+import\s+\*",
     "compare with objects of the attempt's classes, whose __eq__ decides": r"==\s*\w+\.[A-Z]\w*\(|is_equal|\.equals\(",
@@ -80,7 +101,9 @@ _CHANGED_ARGUMENT = (
     "compare with what is computed from an argument that the attempt's function may have changed"
 )
 _SPLICED = "put a text that may be the attempt's into a program (awk, python -c, bc, an open here-document)"
-_CALCULATED = "calculate with a text that may be the attempt's in Bash, which runs commands in it ([[ -eq ]], (( )))"
+_CALCULATED = "calculate with a text that may be the attempt's in Bash, which runs commands in it ([[ -eq ]], (( )), ${a[i]}, ${t:i})"
+_UNQUOTED = "compare with a text of the attempt's without quotes, which Bash takes for a pattern or for several words"
+_SEARCHED = "look in the answers for a pattern that the attempt chooses (grep)"
 _HOME = (
     "use root's home folder, which is the one that is worked in, and another in grading (~, $HOME)"
 )
@@ -118,6 +141,11 @@ def _in_shell(text: str, task: TerminalTask) -> list[str]:
     names = _names_of_attempt(text)
     forms += [_SPLICED] if _splices(text, names) else []
     forms += [_CALCULATED] if _calculates(text, names) else []
+    forms += [_UNQUOTED] if _compares_unquoted(text, names) else []
+    if re.search(
+        rf"\bgrep\s+(?:-\w+\s+)*[\"']?(?:\$\((?!\()|`|\$\{{?(?:{names})\b)[^\n|;&]*\s/tests/", text
+    ):
+        forms.append(_SEARCHED)
     if _works_at_home(task) and re.search(r"(?<![\w/])~/|\$\{?HOME\}?(?!/\.local/bin)", text):
         forms.append(_HOME)
     return forms
@@ -143,8 +171,7 @@ def _matches(patterns: dict[str, str], text: str) -> list[str]:
 
 def _names_of_attempt(text: str) -> str:
     """Returns a pattern of the variables that a script sets by output of programs, or by input that it reads."""
-    substitution = r"\$\((?!\(|(?:date|nproc|mktemp|pwd|basename|dirname)\b|[^()\n]*\|\s*wc\b|\s*(?:wc|grep\s+-\w*c)\b)"
-    names = {match[1] for match in re.finditer(rf"\b(\w+)=[\"']?(?:{substitution}|`)", text)}
+    names = {match[1] for match in re.finditer(rf"\b(\w+)=[\"']?(?:{_SUBSTITUTION}|`)", text)}
     names |= {
         name
         for match in re.finditer(r"\bread\s+(?:-\w+\s+)*([\w ]+)", text)
@@ -168,7 +195,24 @@ def _calculates(text: str, names: str) -> bool:
     tests = (match[0] for match in re.finditer(compared, text))
     if any(re.search(r"\s-(?:eq|ne|lt|le|gt|ge)\s", test) for test in tests):
         return True
-    return re.search(rf"\(\([^()\n]*{value}|\blet\s[^\n]*{value}", text) is not None
+    patterns = [rf"\(\([^()\n]*{value}", rf"\blet\s[^\n]*{value}"]
+    patterns.append(rf"\$\{{\w+:(?![-=+?])[^}}\n]*{value}")
+    patterns.append(rf"(?:\[|\btest)\s+-v\s+[^\]\n]*{value}|\$\{{!(?:{names})\b")
+    patterns.append(
+        rf"\b(?:printf\s+-v|declare|typeset|readonly|unset)\s[^\n=]*\$\{{?(?:{names})\b"
+    )
+    if not re.search(
+        r"\b(?:declare|local|typeset)\s+-\w*A", text
+    ):  # subscripts of such arrays are texts
+        patterns.append(rf"\$\{{#?\w+\[[^\]\n]*{value}|(?m:^)\s*\w+\[[^\]\n]*{value}[^\]\n]*\]\+?=")
+    return any(re.search(pattern, text) for pattern in patterns)
+
+
+def _compares_unquoted(text: str, names: str) -> bool:
+    value = rf"(?:\$\{{?(?:{names})\b\}}?|{_SUBSTITUTION}|`)"
+    in_double = rf"\[\[[^\]\n]*\s[!=]?=\s+{value}"
+    in_single = rf"(?<!\[)\[\s+(?:[^\]\n]*\s)?{value}"
+    return re.search(rf"{in_double}|{in_single}", text) is not None
 
 
 def _works_at_home(task: TerminalTask) -> bool:

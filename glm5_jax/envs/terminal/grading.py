@@ -51,7 +51,7 @@ _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
 _LIST_TESTS = ["find", "/tests", "-exec", "stat", "--printf", "%i:%.9Y:%s %n\\0", "--", "{}", "+"]
 # Prints its own number, then the name, state and number of each process.
 _LIST_PROCESSES = "echo $$; exec grep -shE '^(Name|State|Pid):' /proc/[0-9]*/status"
-_NO_TARGETS = [[name] for name in ("logs", "tests", "grader", "proc")]
+_NO_TARGETS = ("", "logs", "tests", "grader", "proc")  # first names of paths; "" is the root folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,7 +313,11 @@ class Grader:
             if done.alert:
                 raise SubmissionError(f"while the tests ran, {done.alert}")
             await _check_links(box, [*_TEMPORARY, *(submission.files if submission else [])])
-            return await _verdict_of(box, task, done)
+            verdict = await _verdict_of(box, task, done)
+            # A program that was killed leaves no output, so that two different outputs look equal.
+            if done.out_of_memory and (verdict.reward or 0) > 0:
+                raise SubmissionError("while the tests ran, memory ran out")
+            return verdict
 
     async def _grade_in_place(self, task: TerminalTask, image: Image, box: Sandbox) -> Verdict:
         await self._images.tools()
@@ -366,7 +370,9 @@ async def _verdict_of(box: Sandbox, task: TerminalTask, done: ExecResult) -> Ver
         if missing := await _missing_of_tests(box):
             return Verdict(reward=None, error=missing, log=log)
         raise
-    if value <= 0 and (missing := await _missing_of_tests(box)):
+    missing = await _missing_of_tests(box)
+    # A package that is missing may have been replaced by a module of the attempt.
+    if missing and (value <= 0 or "Python package" in missing):
         return Verdict(reward=None, error=missing, log=log)
     return Verdict(reward=value, error=None, parts=parts, log=log)
 
@@ -393,9 +399,10 @@ async def _check_links(box: Sandbox, folders: list[str]) -> int:
     if result.truncated:
         raise SubmissionError("what the agent left cannot be graded: too many links")
     targets = result.stdout.decode(errors="replace").split("\0")[:-1]
-    for target in targets:
-        if target.split("/")[1:2] in _NO_TARGETS:
-            raise SubmissionError(f"what the agent left cannot be graded: a link to {target[:100]}")
+    forbidden = [target for target in targets if target.split("/")[1] in _NO_TARGETS]
+    if forbidden:
+        target = max(forbidden, key=len)[:100]
+        raise SubmissionError(f"what the agent left cannot be graded: a link to {target}")
     return len(targets)
 
 

@@ -10,7 +10,7 @@ import http.client
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -29,8 +29,9 @@ from glm5_jax.rl.request_bodies import (
 from glm5_jax.rl.rollouts.client import RecordClient, is_refused
 from glm5_jax.rl.rollouts.record_codec import decode_records
 from glm5_jax.rl.trajectory import BatchGroup, Trajectory
-from glm5_jax.runtime.http_server import ApiError, json_bytes, read_json, truncate_text
+from glm5_jax.runtime.http_server import ApiError, read_json, truncate_text
 from glm5_jax.runtime.json_body import MAX_SINGLE_PASS_BYTES, JsonLimits
+from glm5_jax.runtime.json_encoding import json_bytes
 from glm5_jax.runtime.json_structs import JsonStruct
 
 _log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ class OrchestratorClient:
     Attributes:
       blockers: reasons of the orchestrator why the last requested batch is not ready; empty when it is.
       counts: counts of the orchestrator between the previous batch and this one (`GroupBuffer.batch_counts`).
+      should_stop: returns whether the program was asked to stop; then a failed request is not repeated.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience_s: float = 120.0):
@@ -161,6 +163,7 @@ class OrchestratorClient:
         self._lease = 0  # of this trainer; 0: it has not begun
         self.blockers: tuple[str, ...] = ()
         self.counts: dict[str, int] = {}
+        self.should_stop: Callable[[], bool] = lambda: False
 
     def begin(self, step: int, version: int, checksum: str | None = None) -> None:
         """Registers the trainer after a start or a resume.
@@ -287,11 +290,11 @@ class OrchestratorClient:
                     if str(error) != last_warning:
                         _log.warning("%s", error)
                     end, last_warning = time.monotonic() + self._patience_s, str(error)
-                elif error.status is not None or time.monotonic() > end:
+                elif error.status is not None or time.monotonic() > end or self.should_stop():
                     raise
             except (OSError, http.client.HTTPException, ValueError) as error:
                 # The orchestrator was killed while it sent the response.
-                if time.monotonic() > end:
+                if time.monotonic() > end or self.should_stop():
                     raise ServerError(
                         f"the orchestrator's response to {path} is incomplete: {error}"
                     ) from None

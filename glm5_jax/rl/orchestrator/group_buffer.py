@@ -11,8 +11,9 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
+from glm5_jax.rl.orchestrator.buffer_metrics import BufferMetrics
+from glm5_jax.rl.orchestrator.group_journal import BufferState, GroupJournal, RestoredBuffer
 from glm5_jax.rl.orchestrator.group_repair import (
     FAILED,
     ROLLED_BACK,
@@ -21,15 +22,11 @@ from glm5_jax.rl.orchestrator.group_repair import (
     repair_group,
 )
 from glm5_jax.rl.orchestrator.group_slot import GroupSlot
-from glm5_jax.rl.orchestrator.journal import Entry, Journal, check_release
 from glm5_jax.rl.orchestrator.staleness import BufferConfig, GroupTicket, must_wait, num_admissible
 from glm5_jax.rl.trajectory import BatchGroup, Trajectory
 from glm5_jax.rl.types import Reward, WeightVersion, is_lease_ahead
 
 LOST_RECORDS = Reward(None, error="the gateway has lost its token records")
-_STATE = "state"  # name of the journal's entry that is not a group
-# Options that must be the same when a journal is reopened.
-_JOURNALED_OPTIONS = ("group", "batch_groups", "max_staleness")
 
 
 class GroupBuffer:
@@ -64,26 +61,20 @@ class GroupBuffer:
         self._to_resample: dict[int, GroupSlot] = {}  # dropped groups by order
         self._popped: set[int] = set()  # orders that `pop_resamples` has returned
         self._rollbacks: list[tuple[int, int]] = []  # versions low < v <= high that are no more
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._counts_at_last_batch = self._counts.copy()
-        self._counts_by_step: dict[int, collections.Counter[str]] = {}  # of `_batches`
-        self._staleness: collections.Counter[int] = collections.Counter()
-        self._journal = None
-        if journal is not None:
-            self._journal = Journal(journal, config.durable)
-            with check_release(journal):
-                self._restore(self._journal, journal)
-            self._write_state()
+        self._metrics = BufferMetrics()
+        self._journal = GroupJournal(journal, config)
+        if (restored := self._journal.read()) is not None:
+            self._restore(restored)
+        self._journal.write_state(self._state())
 
     @property
     def journal_error(self) -> str:
         """Returns why the journal lacks the last changes, and what to do; "" if it has all."""
-        return "" if self._journal is None else self._journal.error
+        return self._journal.error
 
     def write_journal(self) -> None:
         """Tries again to write the changes that the journal lacks."""
-        if self._journal is not None:
-            self._journal.flush()
+        self._journal.flush()
 
     @property
     def waiting(self) -> int:
@@ -145,7 +136,7 @@ class GroupBuffer:
             tries=tries,
         )
         slot = GroupSlot(ticket=ticket, version=self.version, num_rollbacks=len(self._rollbacks))
-        self._write(slot)
+        self._journal.write_group(slot)
         if dropped is None:
             self._next_order += 1
             self._num_started[task] += 1
@@ -163,18 +154,18 @@ class GroupBuffer:
         """
         slot = self._running.get(group_id)
         if slot is None:
-            self._counts["groups/unknown"] += group_id not in self._waiting
+            self._metrics.add("groups/unknown", group_id not in self._waiting)
             return group_id in self._waiting
         self._check_group(slot, trajectories)
         slot.complete(trajectories)
-        self._counts["attempts/ended"] += len(trajectories)
-        self._counts["attempts/failed"] += sum(member.has_failed for member in trajectories)
+        self._metrics.add("attempts/ended", len(trajectories))
+        self._metrics.add("attempts/failed", sum(member.has_failed for member in trajectories))
         del self._running[group_id]
         self._waiting[group_id] = slot
         if not self._keep_or_drop(slot, self.step):
             return False
         try:
-            self._write(slot)
+            self._journal.write_group(slot)
         except (ValueError, TypeError, RecursionError):
             # The group cannot be encoded, so that the next buffer would not have it.
             del self._waiting[group_id]
@@ -187,7 +178,7 @@ class GroupBuffer:
         """Removes a running group; another id is ignored. should_resample: whether its task number is sampled again."""
         slot = self._running.pop(group_id, None)
         if slot is not None:
-            self._counts["groups/cancelled"] += 1
+            self._metrics.add("groups/cancelled")
             self._drop(slot, should_resample)
 
     def mark_lost(self, rollout_ids: Collection[str]) -> None:
@@ -205,7 +196,7 @@ class GroupBuffer:
             }
             if not lost:
                 continue
-            self._counts["members/lost"] += len(lost)
+            self._metrics.add("members/lost", len(lost))
             slot.complete(
                 [
                     dataclasses.replace(member, reward=LOST_RECORDS, summary=None)
@@ -221,12 +212,12 @@ class GroupBuffer:
                 else self._keep_or_drop(slot, step, newest=step)
             )
             if is_kept:
-                self._write(slot)
+                self._journal.write_group(slot)
         self._batches = {
             step: tuple(name for name in names if name in self._waiting)
             for step, names in self._batches.items()
         }
-        self._write_state()
+        self._journal.write_state(self._state())
 
     def take(self, step: int) -> list[BatchGroup] | None:
         """Returns the batch of a step, in the order of admission; None if it is not ready.
@@ -260,11 +251,10 @@ class GroupBuffer:
         batch.sort(key=lambda slot: slot.ticket.order)
         self._batches[step] = tuple(slot.ticket.group_id for slot in batch)
         groups = [self._repair(slot, step) for slot in batch]
-        self._write_state()
+        self._journal.write_state(self._state())
         for slot in batch:
             self._count(slot, step)
-        self._counts_by_step[step] = self._counts - self._counts_at_last_batch
-        self._counts_at_last_batch = self._counts.copy()
+        self._metrics.close_batch(step)
         return groups
 
     def batch_counts(self, step: int) -> dict[str, int]:
@@ -272,7 +262,7 @@ class GroupBuffer:
 
         Empty if an earlier process released the batch.
         """
-        return dict(self._counts_by_step.get(step, {}))
+        return self._metrics.batch_counts(step)
 
     def pop_resamples(self) -> list[tuple[str, int]]:
         """Returns the task numbers of dropped groups, each once. They must be admitted before new ones."""
@@ -291,7 +281,7 @@ class GroupBuffer:
             )
         orders = self._remove_batch(step)
         self.step = step + 1
-        self._remove_entries(orders)
+        self._journal.write_state(self._state(), orders)
 
     def push(self, version: int, checksum: str | None = None) -> None:
         """Records that the engines have these weights.
@@ -304,7 +294,7 @@ class GroupBuffer:
                 f"{self._max_step}, and only begin() allows older ones"
             )
         self.version, self.checksum = version, checksum
-        self._write_state()
+        self._journal.write_state(self._state())
 
     def begin(
         self, step: int, version: int, checksum: str | None = None, min_lease: int = 0
@@ -335,7 +325,7 @@ class GroupBuffer:
             for order in self._remove_batch(batch_step)
         ]
         self._batches.clear()
-        self._counts_by_step.clear()
+        self._metrics.clear_batches()
         if newest > step:
             self._rollbacks.append((step, newest))
         for slot in self._running.values():
@@ -345,7 +335,7 @@ class GroupBuffer:
             self.lease = min_lease  # the clock was set back
         else:
             self.lease = max(self.lease + 1, min_lease)
-        self._remove_entries(orders)
+        self._journal.write_state(self._state(), orders)
         for slot in list(self._waiting.values()):
             self._keep_or_drop(slot, step)
 
@@ -358,15 +348,7 @@ class GroupBuffer:
         - padded_share: share of copies among the members that were taken.
         - staleness/*: mean, maximum and histogram of the staleness of the members that were taken.
         """
-        counts, histogram = self._counts, self._staleness
-        members, padded = counts["members/taken"], counts["members/padded"]
-        return {
-            **{name: counts[name] for name in _COUNTS},
-            "padded_share": padded / max(members + padded, 1),
-            "staleness/mean": sum(k * n for k, n in histogram.items()) / max(members, 1),
-            "staleness/max": max(histogram, default=0),
-            "staleness/histogram": dict(sorted(histogram.items())),
-        }
+        return self._metrics.summary()
 
     @property
     def _max_step(self) -> int:
@@ -385,11 +367,11 @@ class GroupBuffer:
         if repair_group(_valid(reasons), self.config.group) is not None:
             return True
         reason = max((FAILED, ROLLED_BACK, STALE), key=reasons.count)
-        self._counts[f"groups/{reason}"] += 1
-        self._counts.update(f"members/{name}" for name in reasons if name)
+        self._metrics.add(f"groups/{reason}")
+        self._metrics.add_excluded(reasons)
         del self._waiting[slot.ticket.group_id]
         is_given_up = reason == FAILED and slot.ticket.tries + 1 >= self.config.max_tries
-        self._counts["groups/given_up"] += is_given_up
+        self._metrics.add("groups/given_up", is_given_up)
         self._drop(slot, should_resample=not is_given_up)
         return False
 
@@ -398,9 +380,9 @@ class GroupBuffer:
         slot.clear()
         if should_resample:
             self._to_resample[slot.ticket.order] = slot
-            self._write(slot)
+            self._journal.write_group(slot)
         else:
-            self._remove_entries([slot.ticket.order])
+            self._journal.write_state(self._state(), [slot.ticket.order])
 
     def _repair(self, slot: GroupSlot, step: int) -> BatchGroup:
         """Returns the group of a slot as the trainer gets it. It has enough valid members."""
@@ -421,19 +403,13 @@ class GroupBuffer:
     def _count(self, slot: GroupSlot, step: int) -> None:
         """Adds a group of a new batch to the metrics."""
         reasons = self._reasons(slot, step, step)
-        valid = _valid(reasons)
-        padded = self.config.group - len(valid)
-        self._counts.update(f"members/{name}" for name in reasons if name)
-        self._counts["groups/taken"] += 1
-        self._counts["groups/repaired"] += padded > 0
-        self._counts["members/padded"] += padded
-        self._counts["members/taken"] += len(valid)
-        self._staleness.update(slot.staleness_of(i, step) for i in valid)
+        staleness = [slot.staleness_of(i, step) for i in _valid(reasons)]
+        self._metrics.add_taken(reasons, staleness)
 
     def _remove_batch(self, step: int) -> list[int]:
         """Removes a batch that was trained on from the outstanding groups, and returns its orders."""
         group_ids = self._batches.pop(step)
-        self._counts_by_step.pop(step, None)
+        self._metrics.remove_batch(step)
         slots = [self._waiting.pop(name) for name in group_ids if name in self._waiting]
         for slot in slots:
             self._num_trained[slot.ticket.task] += self._reasons(slot, step, step).count(None)
@@ -459,120 +435,35 @@ class GroupBuffer:
         if len(set(rollout_ids)) < len(members):
             raise ValueError(f"group {group_id} has a rollout twice: {rollout_ids}")
 
-    # -- journal -------------------------------------------------------------------------------------------
-
-    def _write(self, slot: GroupSlot) -> None:
-        """Writes the entry of a slot."""
-        if self._journal is not None:
-            head = {
-                "ticket": dataclasses.asdict(slot.ticket),
-                "version": slot.version,
-                "num_rollbacks": slot.num_rollbacks,
-            }
-            self._journal.write(_entry_name(slot.ticket.order), head, slot.members)
-
-    def _write_state(self, removed: Sequence[int] = ()) -> None:
-        """Writes the state of the buffer.
-
-        removed: orders whose entries are removed next. A process that is killed in between must not read them as groups.
-        """
-        if self._journal is not None:
-            state: dict[str, Any] = {
-                **{name: getattr(self.config, name) for name in _JOURNALED_OPTIONS},
-                "run_id": self.run_id,
-                "step": self.step,
-                "version": self.version,
-                "lease": self.lease,
-                "checksum": self.checksum,
-                "next_order": self._next_order,
-                "num_started": self._num_started,
-                "batches": list(self._batches.items()),
-                "rollbacks": self._rollbacks,
-                "num_trained": self._num_trained,
-                "removed": list(removed),
-            }
-            self._journal.write(_STATE, state)
-
-    def _remove_entries(self, orders: Sequence[int]) -> None:
-        """Writes the state, and removes the entries of these orders."""
-        self._write_state(orders)
-        if self._journal is not None:
-            for order in orders:
-                self._journal.remove(_entry_name(order))
-
-    def _restore(self, journal: Journal, folder: pathlib.Path) -> None:
-        """Reads the state and the groups of an earlier process. Raises ValueError if its options differ."""
-        entries, torn = journal.read()
-        if not entries and not torn:
-            return
-        if _STATE not in entries:
-            raise ValueError(
-                f"the journal in {folder} has groups and no readable state: some may have been trained on; empty the "
-                "folder"
-            )
-        state = entries.pop(_STATE).head
-        for name in _JOURNALED_OPTIONS:
-            if state[name] != getattr(self.config, name):
-                raise ValueError(
-                    f"the journal in {folder} is of {name}={state[name]}, not {getattr(self.config, name)}; take "
-                    "that, or another folder"
-                )
-
-        # State of the trainer and of the order. A group may have been written after the last state.
-        self.run_id = state["run_id"]
-        self.step, self.version, self.lease = state["step"], state["version"], state["lease"]
-        self.checksum = state["checksum"]
-        self._rollbacks = [(low, high) for low, high in state["rollbacks"]]
-        self._num_trained.update(state["num_trained"])
-        self._counts["groups/torn"] = len(torn)
-        orders = [int(name) + 1 for name in [*entries, *torn]]
-        self._next_order = max([state["next_order"], *orders])
-        self._num_started.update(state["num_started"])
-        tickets = [entry.head["ticket"] for entry in entries.values()]
-        self._num_started.update(
-            ticket["task"] for ticket in tickets if ticket["order"] >= state["next_order"]
+    def _state(self) -> BufferState:
+        return BufferState(
+            run_id=self.run_id,
+            step=self.step,
+            version=self.version,
+            lease=self.lease,
+            checksum=self.checksum,
+            next_order=self._next_order,
+            num_started=self._num_started,
+            batches=self._batches,
+            rollbacks=self._rollbacks,
+            num_trained=self._num_trained,
         )
 
-        # Groups, without those whose removal was interrupted.
-        removed = {_entry_name(order) for order in state["removed"]}
-        for name in removed:
-            journal.remove(name)
-        for name, entry in entries.items():
-            if name not in removed:
-                self._restore_group(entry)
-        self._batches = {
-            step: tuple(group_id for group_id in group_ids if group_id in self._waiting)
-            for step, group_ids in state["batches"]
-        }
-
-    def _restore_group(self, entry: Entry) -> None:
-        """Restores a finished group, or queues the task number of one that was running or dropped."""
-        head = entry.head
-        slot = GroupSlot(
-            ticket=GroupTicket(**head["ticket"]),
-            version=head["version"],
-            num_rollbacks=head["num_rollbacks"],
-        )
-        if entry.members:
-            slot.complete(entry.members)
-            self._waiting[slot.ticket.group_id] = slot
-        else:
-            self._to_resample[slot.ticket.order] = slot
-
-
-_COUNTS = (
-    *("groups/taken", "groups/repaired", "groups/failed", "groups/rolled_back", "groups/stale"),
-    *("groups/cancelled", "groups/given_up", "groups/unknown", "groups/torn"),
-    *("members/taken", "members/failed", "members/rolled_back", "members/stale", "members/padded"),
-    "members/lost",
-    *("attempts/ended", "attempts/failed"),
-)
+    def _restore(self, restored: RestoredBuffer) -> None:
+        """Continues with the state and the groups of an earlier process."""
+        state = restored.state
+        self.run_id = state.run_id
+        self.step, self.version, self.lease = state.step, state.version, state.lease
+        self.checksum = state.checksum
+        self._next_order = state.next_order
+        self._num_started.update(state.num_started)
+        self._num_trained.update(state.num_trained)
+        self._rollbacks = list(state.rollbacks)
+        self._batches = dict(state.batches)
+        self._waiting, self._to_resample = restored.waiting, restored.to_resample
+        self._metrics.add("groups/torn", restored.num_torn)
 
 
 def _valid(reasons: Sequence[str | None]) -> list[int]:
     """Returns the indices of the members that are not excluded."""
     return [i for i, reason in enumerate(reasons) if reason is None]
-
-
-def _entry_name(order: int) -> str:
-    return f"{order:012d}"

@@ -35,7 +35,7 @@ import logging
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TypeVar
 
 from aiohttp import web
@@ -43,8 +43,9 @@ from aiohttp import web
 from glm5_jax.rl.orchestrator.client import NO_TRAINER, JsonClient, batch_group_to_json
 from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig, RolloutDispatcher
 from glm5_jax.rl.orchestrator.fair_share import CLOSED
-from glm5_jax.rl.orchestrator.group_buffer import BufferConfig, GroupBuffer, GroupTicket
-from glm5_jax.rl.orchestrator.task_registry import RegisteredService, RegistryConfig, TaskRegistry
+from glm5_jax.rl.orchestrator.group_buffer import BufferConfig, GroupBuffer
+from glm5_jax.rl.orchestrator.group_scheduler import GroupScheduler
+from glm5_jax.rl.orchestrator.task_registry import RegistryConfig, TaskRegistry
 from glm5_jax.rl.request_bodies import (
     BeginTrainer,
     CancelGroup,
@@ -55,22 +56,14 @@ from glm5_jax.rl.request_bodies import (
     SetWeights,
     TakeGroups,
 )
-from glm5_jax.rl.trajectory import Trajectory
 from glm5_jax.rl.types import is_lease_ahead
+from glm5_jax.runtime.addresses import check_url
 from glm5_jax.runtime.folder_lock import FolderLock
-from glm5_jax.runtime.http_server import (
-    ApiError,
-    Handler,
-    HttpServer,
-    ListenConfig,
-    check_url,
-    json_response,
-)
+from glm5_jax.runtime.http_server import ApiError, Handler, HttpServer, ListenConfig, json_response
 from glm5_jax.runtime.json_structs import JsonStruct, decode
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=JsonStruct)
-RETRY_S = 1.0  # between two attempts to write the journal of a full disk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,27 +100,6 @@ class OrchestratorConfig(ListenConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _RunningGroup:
-    """Group whose rollouts are running.
-
-    Attributes:
-      service: service of the task.
-      ticket: identity of the group.
-      num_left: number of rollouts that have not ended.
-      should_resample: whether the task number is sampled again if the group is cancelled.
-      is_accepted: whether the buffer has accepted the finished group; None: it has not finished.
-      task: asyncio task that runs the group; None: not started yet.
-    """
-
-    service: RegisteredService
-    ticket: GroupTicket
-    num_left: int
-    should_resample: bool = True
-    is_accepted: bool | None = None
-    task: asyncio.Task | None = None
-
-
 class Orchestrator(HttpServer):
     """Server between the trainer, the gateway and the task services."""
 
@@ -146,12 +118,18 @@ class Orchestrator(HttpServer):
             self._locks = stack.pop_all()
         self._registry = TaskRegistry(config.buffer.group, config.registry)
         self._registry.num_drawn.update(self._buffer.num_started)
-        self._queue_resamples()
-        self._groups: dict[str, _RunningGroup] = {}
-        self._tasks: set[asyncio.Task] = set()  # all tasks that run until they are cancelled
-        self._is_paused = self._is_closing = False
-        self._next_write = 0.0
-        self._change = asyncio.Event()  # set at the next change of state
+        self._scheduler = GroupScheduler(
+            self._buffer,
+            self._registry,
+            clock=self._clock,
+            poll_interval_s=config.poll_interval_s,
+        )
+        self._scheduler.queue_resamples()
+        self._is_closing = False
+
+    @property
+    def num_active(self) -> int:
+        return super().num_active + len(self._scheduler.groups)
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         post = {
@@ -176,7 +154,7 @@ class Orchestrator(HttpServer):
         async def end_waits(app):
             # Otherwise the server would wait for trainers that wait for batches.
             self._is_closing = True
-            self._notify()
+            self._scheduler.notify()
 
         app.on_shutdown.append(end_waits)
         return app
@@ -204,132 +182,22 @@ class Orchestrator(HttpServer):
                 has_group=self._buffer.has_group,
                 weights=self._buffer.weights,
             )
-            self._main_loop = self._create_task(self._start_groups_forever())
-            self._create_task(self._dispatcher.delete_orphans())
+            self._scheduler.start(self._dispatcher)
             yield
-            tasks = set(self._tasks)
-            for task in tasks:
-                task.cancel()
-            # Cancelled rollouts end their sessions. Their task numbers are in the journal.
-            await asyncio.wait(tasks, timeout=config.grace_s)
-
-    def _create_task(self, coroutine: Coroutine) -> asyncio.Task:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            await self._scheduler.stop(config.grace_s)
 
     async def drain(self) -> None:
         """Stops new groups, then drains like `HttpServer`. Running groups may finish."""
-        self._draining = True
-        self._notify()
+        self._scheduler.is_draining = True
+        self._scheduler.notify()
         await super().drain()
-
-    # -- groups --------------------------------------------------------------------------------------------
-
-    async def _start_groups_forever(self) -> None:
-        """Starts groups whenever the buffer admits them, and detects lost services."""
-        while True:
-            change, now = self._change, self._clock()
-            for service in self._registry.expire(now):
-                _log.warning("%s is lost: %s", service.spec.name, service.error)
-                self._cancel_calls(service)
-            if now >= self._next_write:
-                self._write_journal(now)
-            can_start = not (self._draining or self._is_paused or self._buffer.journal_error)
-            if self._buffer.lease and can_start:
-                self._start_groups(now)
-            await self._wait(change, self.config.poll_interval_s)
-
-    def _write_journal(self, now: float) -> None:
-        """Writes the pending changes of the journal, and sets the time of the next attempt."""
-        error_before = self._buffer.journal_error
-        self._buffer.write_journal()
-        self._next_write = now + (RETRY_S if self._buffer.journal_error else 0.0)
-        if self._buffer.journal_error and not error_before:
-            _log.error("%s", self._buffer.journal_error)
-        if error_before and not self._buffer.journal_error:
-            _log.warning("the journal can be written again")
-            self._notify()
 
     def _check_journal(self) -> None:
         """Raises ApiError unless the journal has everything that earlier replies depend on."""
         if self._buffer.journal_error:
-            self._write_journal(self._clock())
+            self._scheduler.write_journal(self._clock())
         if self._buffer.journal_error:
             raise ApiError(self._buffer.journal_error, 503, "journal")
-
-    def _start_groups(self, now: float) -> None:
-        accepted = None
-        while self._buffer.num_admissible() and not self._dispatcher.gateway.wait(now):
-            if self._buffer.journal_error:
-                return
-            ready = self._registry.ready_tasks(now)
-            if not ready:
-                return
-            if accepted is None:  # counting takes time, and starting groups does not change it
-                accepted = self._buffer.accepted
-            service, number = self._registry.next_group(accepted, ready)
-            self._start_group(service, number, now)
-
-    def _start_group(self, service: RegisteredService, number: int, now: float) -> None:
-        ticket = self._buffer.admit(service.spec.name, number)
-        self._dispatcher.gateway.start_trial(now)
-        self._registry.start_group(service, now)
-        group = _RunningGroup(service=service, ticket=ticket, num_left=self.config.buffer.group)
-        group.task = self._create_task(self._run_group(group))
-        group.task.add_done_callback(functools.partial(self._finish_group, group))
-        self._groups[ticket.group_id] = group
-        self._active += 1
-
-    async def _run_group(self, group: _RunningGroup) -> None:
-        async def run(index: int) -> Trajectory:
-            try:
-                return await self._dispatcher.run_rollout(group.service, group.ticket, index)
-            finally:
-                group.num_left -= 1
-                group.service.in_flight -= 1
-                self._notify()
-
-        # Not `gather`, whose cancellation waits for the first rollout only.
-        async with asyncio.TaskGroup() as members:
-            tasks = [members.create_task(run(index)) for index in range(group.num_left)]
-        trajectories = [task.result() for task in tasks]
-        group.is_accepted = self._buffer.put(group.ticket.group_id, trajectories)
-
-    def _finish_group(self, group: _RunningGroup, task: asyncio.Task) -> None:
-        """Records the end of a group. It is a callback, because a task may be cancelled before it starts."""
-        del self._groups[group.ticket.group_id]
-        self._active -= 1
-        group.service.in_flight -= group.num_left
-        if not task.cancelled() and (error := task.exception()):
-            _log.error("group %s", group.ticket.group_id, exc_info=error)
-            group.service.trip_breaker(f"{type(error).__name__}: {error}", self._clock())
-        if group.is_accepted is None:
-            self._buffer.cancel(group.ticket.group_id, group.should_resample)
-        self._registry.finish_group(group.service, group.is_accepted)
-        self._queue_resamples()
-        self._notify()
-
-    def _queue_resamples(self) -> None:
-        """Queues the task numbers of dropped groups at the registry."""
-        for task, number in self._buffer.pop_resamples():
-            self._registry.resample(task, number)
-
-    def _cancel_calls(self, service: RegisteredService) -> None:
-        """Cancels the running requests to a service, so that their rollouts fail."""
-        for call in tuple(service.calls):
-            call.cancel()
-
-    def _notify(self) -> None:
-        """Wakes everything that waits for a change."""
-        self._change.set()
-        self._change = asyncio.Event()
-
-    async def _wait(self, change: asyncio.Event, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await change.wait()
 
     # -- services ------------------------------------------------------------------------------------------
 
@@ -337,9 +205,9 @@ class Orchestrator(HttpServer):
         body = await self.read_body(request, lambda body: body)
         service, is_new_process = self._registry.register(body, self._clock())
         if is_new_process:
-            self._cancel_calls(service)
+            self._scheduler.cancel_calls(service)
         _log.info("%s is served at %s", service.spec.name, service.spec.url)
-        self._notify()
+        self._scheduler.notify()
         return json_response({"name": service.spec.name})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
@@ -362,8 +230,8 @@ class Orchestrator(HttpServer):
             self._buffer.begin(body.step, body.version, body.checksum, min_lease)
         self._check_journal()
         lease = self._buffer.lease
-        self._queue_resamples()
-        self._notify()
+        self._scheduler.queue_resamples()
+        self._scheduler.notify()
         await self._require_weights()
         return json_response(self._position() | {"lease": lease})
 
@@ -372,13 +240,13 @@ class Orchestrator(HttpServer):
         end = self._clock() + min(body.timeout_s, self.config.poll_timeout_s)
         while True:
             self._check_lease(body.lease)
-            change = self._change
+            change = self._scheduler.change
             with _as_conflict():
                 groups = self._buffer.take(body.step)
-            self._queue_resamples()
+            self._scheduler.queue_resamples()
             # A batch is sent only after the journal has recorded it.
             if groups is not None and not self._buffer.journal_error:
-                self._notify()
+                self._scheduler.notify()
                 return json_response(
                     {
                         "groups": [batch_group_to_json(group) for group in groups],
@@ -390,7 +258,7 @@ class Orchestrator(HttpServer):
             if remaining_s <= 0 or self._is_closing:
                 self._check_journal()
                 return json_response({"groups": None, "blockers": self._blockers()})
-            await self._wait(change, remaining_s)
+            await self._scheduler.wait(change, remaining_s)
 
     async def _mark_trained(self, request: web.Request) -> web.Response:
         body = await self._read(request, MarkTrained)
@@ -398,8 +266,8 @@ class Orchestrator(HttpServer):
         with _as_conflict():
             self._buffer.mark_trained(body.step)
         self._check_journal()
-        self._queue_resamples()
-        self._notify()
+        self._scheduler.queue_resamples()
+        self._scheduler.notify()
         return json_response(self._position())
 
     async def _mark_lost(self, request: web.Request) -> web.Response:
@@ -407,8 +275,8 @@ class Orchestrator(HttpServer):
         self._check_lease(body.lease)
         self._buffer.mark_lost(body.rollout_ids)
         self._check_journal()
-        self._queue_resamples()
-        self._notify()
+        self._scheduler.queue_resamples()
+        self._scheduler.notify()
         return json_response(self._position())
 
     async def _set_version(self, request: web.Request) -> web.Response:
@@ -417,7 +285,7 @@ class Orchestrator(HttpServer):
         with _as_conflict():
             self._buffer.push(body.version, body.checksum)
         self._check_journal()
-        self._notify()
+        self._scheduler.notify()
         await self._require_weights()
         return json_response(self._position())
 
@@ -431,8 +299,8 @@ class Orchestrator(HttpServer):
 
     def _check_lease(self, lease: int) -> None:
         """Raises ApiError unless the request is from the trainer that began last."""
-        if self._main_loop.done():
-            error = self._main_loop.exception()
+        if self._scheduler.main_loop.done():
+            error = self._scheduler.main_loop.exception()
             raise ApiError(f"the orchestrator has failed: {error!r}", 500, "internal")
         if not self._buffer.lease or is_lease_ahead(self._buffer.lease, time.time()):
             # The clock may have been set back since the lease, and gateways refuse a lease ahead of their clocks.
@@ -456,7 +324,7 @@ class Orchestrator(HttpServer):
 
     async def _cancel(self, request: web.Request) -> web.Response:
         body = await self._read(request, CancelGroup)
-        group = self._groups.get(body.group_id)
+        group = self._scheduler.groups.get(body.group_id)
         if group is None or group.task is None:
             raise ApiError(f"no group {body.group_id!r} is running", 404, param="group_id")
         group.should_resample = body.should_resample
@@ -465,8 +333,8 @@ class Orchestrator(HttpServer):
 
     async def _pause(self, is_paused: bool, request: web.Request) -> web.Response:
         del request
-        self._is_paused = is_paused
-        self._notify()
+        self._scheduler.is_paused = is_paused
+        self._scheduler.notify()
         return json_response({"paused": is_paused})
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -481,7 +349,7 @@ class Orchestrator(HttpServer):
                 **self._position(),
                 "num_admissible": self._buffer.num_admissible(),
                 "begun": self._buffer.lease > 0,
-                "paused": self._is_paused,
+                "paused": self._scheduler.is_paused,
                 "draining": self._draining,
                 "blockers": self._blockers(),
                 "gateway": gateway,
@@ -492,14 +360,14 @@ class Orchestrator(HttpServer):
                         "number": group.ticket.number,
                         "num_left": group.num_left,
                     }
-                    for group_id, group in self._groups.items()
+                    for group_id, group in self._scheduler.groups.items()
                 },
                 "metrics": self._buffer.metrics(),
             }
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        has_failed = self._main_loop.done()
+        has_failed = self._scheduler.main_loop.done()
         state = "failed" if has_failed else "draining" if self._draining else "ok"
         return json_response({"status": state}, 503 if has_failed else 200)
 
@@ -510,7 +378,7 @@ class Orchestrator(HttpServer):
             lines.append("no trainer has begun")
         if self._buffer.journal_error:
             lines.append(self._buffer.journal_error)
-        if self._is_paused:
+        if self._scheduler.is_paused:
             lines.append("the orchestrator is paused")
         if self._draining:
             lines.append("the orchestrator is shutting down")

@@ -23,7 +23,8 @@ from glm5_jax.rl.orchestrator.fair_share import (
     check_weight,
 )
 from glm5_jax.rl.trajectory import Trajectory
-from glm5_jax.runtime.http_server import ApiError, check_url, truncate_text
+from glm5_jax.runtime.addresses import check_url
+from glm5_jax.runtime.http_server import ApiError, truncate_text
 from glm5_jax.runtime.json_structs import (
     Count,
     Integer,

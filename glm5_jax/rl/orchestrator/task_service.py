@@ -42,13 +42,12 @@ from glm5_jax.rl.orchestrator.task_registry import (
 )
 from glm5_jax.rl.request_bodies import CancelRollout, ServiceHeartbeat
 from glm5_jax.rl.types import Message, Reward, check_number
-from glm5_jax.runtime.addresses import is_wildcard
+from glm5_jax.runtime.addresses import check_url, is_wildcard
 from glm5_jax.runtime.http_server import (
     ApiError,
     Handler,
     HttpServer,
     ListenConfig,
-    check_url,
     json_response,
     truncate_text,
 )

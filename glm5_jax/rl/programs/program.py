@@ -5,7 +5,8 @@ import pathlib
 from typing import Any
 
 from glm5_jax.rl.programs.run_key import KEY_FILE, ensure_key_file
-from glm5_jax.runtime.http_server import ListenConfig, read_key
+from glm5_jax.runtime.api_keys import read_key
+from glm5_jax.runtime.http_server import ListenConfig
 from glm5_jax.runtime.utilization import FOLDER
 
 

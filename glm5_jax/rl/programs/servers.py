@@ -49,6 +49,8 @@ def make_engine(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpServer:
         config.engine,
         server_config,
         warm=config.cluster.warm,
+        # SFT trains int4 experts and RL does not: a push would not fit the model of the SFT checkpoint.
+        trained=None if config.model_of_checkpoint else config.model,
     )
 
 

@@ -22,6 +22,7 @@ from glm5_jax.rl.trainers.mismatch_monitor import MismatchConfig
 from glm5_jax.rl.weights.pusher import Pusher, SyncConfig
 from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher
 from glm5_jax.runtime.config_flags import flags_between
+from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.stages import Stage
 
@@ -150,6 +151,7 @@ class AgenticRlTrainer(AsyncRlTrainer):
             orchestrator = OrchestratorClient(config.program.orchestrator, key)
             if sync.api_key is None and sync.api_key_file is None:
                 sync = dataclasses.replace(sync, api_key=key)
+        self._client = orchestrator
         # A trainer that is only validated has no orchestrator. The pusher needs the stage's model and tokenizer.
         super().__init__(
             config,
@@ -166,3 +168,9 @@ class AgenticRlTrainer(AsyncRlTrainer):
         else:
             folder = self.workdir / "weights"
             self._pusher = SharedStoragePusher(pushed, folder, engines, sync, self.tokenizer)
+
+    def _train(self, stop: PreemptionGuard) -> None:
+        if self._client is not None:
+            # The orchestrator may have stopped too.
+            self._client.should_stop = lambda: bool(stop)
+        super()._train(stop)

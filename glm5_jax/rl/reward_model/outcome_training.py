@@ -128,6 +128,10 @@ class OutcomeConfig(StageConfig):
     def row_length(self) -> int:
         return self.length
 
+    @property
+    def max_processes(self) -> int | None:
+        return 1
+
     def check_rows(self, region: Region) -> None:
         check_batch(self.rows, self.length, region)
 

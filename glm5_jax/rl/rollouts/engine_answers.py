@@ -1,5 +1,6 @@
 """Reads engines' responses to `/generate`: an invalid one is a failure of the engine, not of the agent."""
 
+import math
 from typing import Annotated, Any
 
 import msgspec
@@ -28,7 +29,7 @@ class ReplyMeta(JsonStruct, kw_only=True, frozen=True):
     """
 
     finish_reason: FinishReason
-    weight_versions: list[Annotated[int, Meta(le=MAX_VERSION)]] = []
+    weight_versions: list[Annotated[int, Meta(ge=0, le=MAX_VERSION)]] = []
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     cached_tokens: Count
 
@@ -59,6 +60,9 @@ def read_reply(response: Any) -> EngineReply | None:
             f"the answer is no reply: it has {len(reply.output_ids)} tokens, {len(reply.logprobs)} log-probs and "
             f"{len(meta.weight_versions)} versions"
         )
+    if not all(map(math.isfinite, reply.logprobs)):
+        # The trainer would read NaN as a token that was not sampled.
+        raise ValueError("the answer is no reply: a log-prob is not finite")
     return reply
 
 

@@ -107,6 +107,10 @@ class AsyncRlConfig(RlConfig):
     def changeable_on_resume(self) -> tuple[str, ...]:
         return *super().changeable_on_resume, "batch_timeout_s", "refresh_interval_s"
 
+    @property
+    def max_processes(self) -> int | None:
+        return None  # engines run in processes of their own
+
     def make_buffer_config(self) -> BufferConfig:
         """Returns the options of the orchestrator's buffer. Raises ValueError if they contradict each other."""
         return BufferConfig(
@@ -152,6 +156,7 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         return f"{rollout.prompts} tasks of {rollout.group} attempts per step, at most {self.config.max_staleness} steps old"
 
     def _train(self, stop: PreemptionGuard) -> None:
+        self._batches.should_stop = lambda: multihost.any_process(stop)
         first = jax.process_index() == 0
         path = self.workdir / FOLDER / "train.jsonl"
         recorder = UtilizationRecorder(path, lambda: not self._batches.is_waiting)
@@ -192,9 +197,7 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         done, params = batches.step + 1, merge_adapters(state["params"], config.model)
         rl_metrics = dict(batches.metrics)
         with _as_training_stopped():
-            # Before the push, because this call fails if another trainer has replaced this one. It then must not push.
-            self._orchestrator.mark_trained(batches.step)
-            pushed = self._push(params, done) if done % config.push_every == 0 else None
+            pushed = self._report_and_push(params, done)
             if pushed is not None:
                 rl_metrics["push"] = {
                     "bytes": pushed.sent_bytes,
@@ -205,6 +208,21 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
                     state = reset_optimizer(state)
         batches.step, self._params, self._should_reset_moments = done, params, False
         return state, metrics | rl_metrics
+
+    def _report_and_push(self, params, done: int) -> PushResult | None:
+        """Reports the step to the orchestrator, and pushes the weights if it is time. Returns the push, None without one.
+
+        During a stop the orchestrator may have stopped first. Then the next trainer reports and pushes when it begins.
+        """
+        try:
+            # Before the push, because this call fails if another trainer has replaced this one. It then must not push.
+            self._orchestrator.mark_trained(self._batches.step)
+            return self._push(params, done) if done % self.config.push_every == 0 else None
+        except ServerError as error:
+            if not self._batches.should_stop():
+                raise
+            _log.warning("step %d is saved without a report: %s", done, error)
+            return None
 
     def _push(self, params, version: int, only_missing: bool = False) -> PushResult | None:
         """Pushes the weights to the engines, or with only_missing to those that lack them.
@@ -255,6 +273,7 @@ class OrchestratorBatches:
       records: records of the last batch.
       metrics: metrics of the last batch.
       is_waiting: True while the trainer has nothing to do, because the orchestrator has no batch for it.
+      should_stop: returns whether a process was asked to stop; all processes call it together.
     """
 
     records: list[TokenRecord]
@@ -278,15 +297,23 @@ class OrchestratorBatches:
         self._group, self._num_groups = group, num_groups
         self.step = 0
         self.metrics: dict[str, Any] = {}
+        self.should_stop: Callable[[], bool] = lambda: False
 
-    def next(self, batch_size: int) -> Batch:
-        """Returns the batch of `step`. Raises ValueError, with the blockers, if it does not arrive in time."""
+    def next(self, batch_size: int) -> Batch | None:
+        """Returns the batch of `step`; None if a stop is requested while it waits.
+
+        Raises ValueError, with the blockers, if the batch does not arrive in time.
+        """
         config, began = self._config, time.perf_counter()
         try:
             with self.idle():
                 groups = self._wait_for_groups()
         except ServerError as error:
+            if self.should_stop():
+                return None
             raise ValueError(str(error)) from error
+        if groups is None and self.should_stop():
+            return None
         if groups is None:
             why = "; ".join(self._orchestrator.blockers) or "the orchestrator does not say why"
             raise ValueError(f"no batch has arrived within {config.batch_timeout_s:g} s: {why}")
@@ -307,11 +334,11 @@ class OrchestratorBatches:
         return {name: values[local_rows] for name, values in batch.items()}
 
     def _wait_for_groups(self) -> list[BatchGroup] | None:
-        """Returns the groups of the batch; None after batch_timeout_s."""
+        """Returns the groups of the batch; None after batch_timeout_s, and if a stop is requested."""
         left, interval = self._config.batch_timeout_s, self._config.refresh_interval_s
         while True:
             groups = self._orchestrator.take(self.step, min(left, interval))
-            if groups is not None or left <= interval:
+            if groups is not None or left <= interval or self.should_stop():
                 return groups
             left -= interval
             self._refresh()

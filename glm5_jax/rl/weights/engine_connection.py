@@ -9,7 +9,8 @@ import aiohttp
 
 from glm5_jax.checkpoint.manifest import Manifest
 from glm5_jax.rl.weights.pusher import FULL, EngineAck, SyncConfig
-from glm5_jax.runtime.http_server import json_bytes, load_api_key
+from glm5_jax.runtime.api_keys import load_api_key
+from glm5_jax.runtime.json_encoding import json_bytes
 from glm5_jax.runtime.json_structs import JsonStruct
 
 

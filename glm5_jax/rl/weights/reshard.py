@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree, UInt32
 
 from glm5_jax.checkpoint.manifest import transfer_dtypes
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.runner import check_params
+from glm5_jax.inference.engine_weights import check_params
 from glm5_jax.inference.weights import should_load
 from glm5_jax.inference.worker import Worker
 from glm5_jax.model import glm5

@@ -32,7 +32,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import PyTree
-from safetensors.numpy import save
 
 from glm5_jax.checkpoint.hf_export import named_tensors, save_hf
 from glm5_jax.checkpoint.manifest import FILE, Manifest, transfer_dtypes
@@ -44,8 +43,8 @@ from glm5_jax.inference.request_bodies import (
     UpdateRequest,
     WeightBase,
 )
-from glm5_jax.inference.weights import AT, MASK, VALUES
 from glm5_jax.parallel import multihost
+from glm5_jax.rl.weights.buckets import Tensors, make_buckets
 from glm5_jax.rl.weights.engine_connection import (
     EngineConnection,
     EngineError,
@@ -62,8 +61,6 @@ from glm5_jax.rl.weights.pusher import (
     make_result,
 )
 from glm5_jax.runtime.coroutines import run_sync
-
-Tensors = dict[str, np.ndarray]
 
 
 class _HttpPusher:
@@ -377,7 +374,14 @@ class NetworkPusher(_HttpPusher):
             return None
         sent = {} if self._config.delta else None
         modes = {engine.mode for engine in without_error(engines)}
-        buckets = self._buckets(tensors, manifest, modes, sent)
+        buckets = make_buckets(
+            tensors,
+            manifest,
+            modes,
+            base={} if self._base is None else self._base[1],
+            sent=sent,
+            max_bytes=self._config.bucket_bytes,
+        )
         loop = asyncio.get_running_loop()
         # The next bucket is made in another thread while this one is sent.
         pending = loop.run_in_executor(None, next, buckets, None)
@@ -409,35 +413,6 @@ class NetworkPusher(_HttpPusher):
 
         await asyncio.gather(*(engine.attempt(commit(engine)) for engine in without_error(engines)))
 
-    def _buckets(
-        self,
-        tensors: Iterator[tuple[str, np.ndarray]],
-        manifest: Manifest,
-        modes: Iterable[str],
-        sent: Tensors | None,
-    ) -> Iterator[tuple[str, bytes]]:
-        """Yields (mode, safetensors) of about bucket_bytes.
-
-        manifest: receives the checksums. sent: receives the tensors; None: they are not stored.
-        """
-        max_bytes = self._config.bucket_bytes
-        base_tensors = {} if self._base is None else self._base[1]
-        buckets: dict[str, Tensors] = {mode: {} for mode in modes}
-        for name, tensor in tensors:
-            manifest.add(name, tensor)
-            if sent is not None:
-                sent[name] = tensor
-            for mode, bucket in buckets.items():
-                base = base_tensors[name] if mode == DELTA else None
-                for piece in split_tensor(name, tensor, base, max_bytes):
-                    if bucket and _num_bytes(bucket) + _num_bytes(piece) > max_bytes:
-                        yield mode, save(bucket)
-                        bucket.clear()
-                    bucket |= piece
-        for mode, bucket in buckets.items():
-            if bucket:
-                yield mode, save(bucket)
-
 
 def _broadcast_result(action: Callable[[], Any], tensors: Iterable = ()) -> Any:
     """Runs an action in the first process of a pod, and returns its JSON result in all.
@@ -456,41 +431,6 @@ def _broadcast_result(action: Callable[[], Any], tensors: Iterable = ()) -> Any:
             pass
     multihost.raise_on_all(error)
     return multihost.all_gather_objects(result)[0]
-
-
-def split_tensor(
-    name: str, tensor: np.ndarray, base: np.ndarray | None, max_bytes: int
-) -> Iterator[Tensors]:
-    """Yields a tensor as safetensors of at most `max_bytes`, in the format that `inference.weights` reads.
-
-    base: tensor that the engine has; None: none. With a base only the pieces that changed are sent, as a bit for each
-    number and the new numbers if that is shorter.
-    """
-    if base is None and tensor.nbytes <= max_bytes:
-        yield {name: tensor}
-        return
-    flat, flat_base = tensor.reshape(-1), None if base is None else base.reshape(-1)
-    step = max_bytes // flat.itemsize // 8 * 8
-    for start in range(0, flat.size, step):
-        part, key = flat[start : start + step], f"{name}{AT}{start}"
-        if flat_base is None:
-            yield {key: part}
-            continue
-        changed = _bits(part) != _bits(flat_base[start : start + step])
-        if not changed.any():
-            continue
-        mask, values = np.packbits(changed), part[changed]
-        is_shorter = mask.nbytes + values.nbytes < part.nbytes
-        yield {key + MASK: mask, key + VALUES: values} if is_shorter else {key: part}
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    """Returns the bits as integers, so that zeros of different sign differ and equal NaNs are equal."""
-    return x.view(f"u{x.itemsize}")
-
-
-def _num_bytes(bucket: Tensors) -> int:
-    return sum(array.nbytes for array in bucket.values())
 
 
 def _can_apply_delta(state: Mapping[str, Any], base: Manifest) -> bool:

@@ -16,7 +16,7 @@ NODE_MODULES = "GLM5_JAX_NODE_MODULES"
 
 @pytest.fixture(scope="session")
 def builder(tmp_path_factory, _isolation) -> RuleBuilder:
-    """Builder with a store of the session."""
+    """Returns a builder with a store of the session."""
     if _isolation is not None or os.getuid() != 0:
         pytest.skip(
             _isolation or "any other user's sandboxes have one user, so tests are not protected"
@@ -28,7 +28,7 @@ def builder(tmp_path_factory, _isolation) -> RuleBuilder:
 
 @pytest.fixture(scope="session")
 def tiny(builder) -> MadeInstance:
-    """The instance of the tiny project, built, run and graded."""
+    """Returns the instance of the tiny project, built, run and graded."""
 
     async def make() -> MadeInstance:
         change = await make_tiny_change()

@@ -16,7 +16,8 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
-from tests.envs.swe.runner_projects import PROJECTS, Project
+from tests.envs.swe.runner_projects import PROJECTS
+from tests.envs.swe.runners.project import Project
 
 REPORTS = pathlib.Path(__file__).parent / "reports"
 # Stack traces, and properties of the machine.

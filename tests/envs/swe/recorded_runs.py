@@ -12,7 +12,7 @@ REPORTS = pathlib.Path(__file__).parent / "reports"
 
 
 @functools.cache
-def recorded(name: str) -> RunOutput:
+def recorded_output(name: str) -> RunOutput:
     """Returns the output of a project's run."""
     row = json.loads((REPORTS / f"{name}.json").read_text("utf-8"))
     reports = {path: text.encode() for path, text in row["reports"].items()}
@@ -21,7 +21,7 @@ def recorded(name: str) -> RunOutput:
 
 def parse(name: str, output: RunOutput | None = None) -> RunReport:
     """Parses an output with the parser of a project; None: its recorded one."""
-    return PARSERS[PROJECTS[name].parser](output or recorded(name))
+    return PARSERS[PROJECTS[name].parser](output or recorded_output(name))
 
 
 def differences(name: str, statuses: Mapping[str, str]) -> list[str]:

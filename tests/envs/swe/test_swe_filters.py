@@ -155,7 +155,7 @@ def test_counts_headers_for_cpp():
     assert main_language_of(repository(languages={"cpp": 5, "c": 80, "python": 15}), 0.6) == "c"
 
 
-def test_tells_free_licences():
+def test_recognises_free_licences():
     for name in (
         "MIT",
         "BSD-3-Clause",

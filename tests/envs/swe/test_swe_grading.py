@@ -65,7 +65,7 @@ def test_reports_tests_of_partial_attempt(tiny):
     assert report.canary_ok and report.exit_code == 1
 
 
-def test_grades_honest_attempt_1_with_tests_and_settings_of_its_own(grader):
+def test_grades_honest_attempt_1_with_new_tests_and_settings(grader):
     report = asyncio.run(
         _grade_files(
             grader,

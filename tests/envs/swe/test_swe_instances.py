@@ -183,7 +183,7 @@ def test_detects_format_of_row(name):
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"own"}))
-def test_converted_rows_survive_own_file(tmp_path, name):
+def test_converted_rows_survive_round_trip(tmp_path, name):
     instances = read_instances(ROWS / f"{name}.jsonl")
     write_records(tmp_path / "a.jsonl", instances)
     assert read_instances(tmp_path / "a.jsonl", "own") == instances

@@ -380,6 +380,6 @@ def test_parses_minitest_name_with_equals_sign():
     assert statuses("minitest", log) == {"a list#test_0001_x = 1": "fail"}
 
 
-def test_tells_signals_from_other_exit_codes():
+def test_distinguishes_signals_from_other_exit_codes():
     assert all(RunOutput(exit_code=code).is_killed for code in (None, -9, 137, 139))
     assert not any(RunOutput(exit_code=code).is_killed for code in (0, 1, 8, 127, 255))

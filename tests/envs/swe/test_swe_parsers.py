@@ -12,10 +12,10 @@ from glm5_jax.envs.swe.parsers import (
     exit_code_problem,
     find_parser,
 )
-from tests.envs.swe.recorded_runs import differences, parse, recorded
+from tests.envs.swe.recorded_runs import differences, parse, recorded_output
 from tests.envs.swe.runner_projects import PROJECTS
 
-WITH_REPORT = [name for name in PROJECTS if any(recorded(name).reports.values())]
+WITH_REPORT = [name for name in PROJECTS if any(recorded_output(name).reports.values())]
 COMPLETE = [name for name in WITH_REPORT if not PROJECTS[name].is_crashed]
 NO_SKIPS = {"tsc", "check", "catch2", "doctest"}  # their reports have no skipped tests
 RECORDED = {project.parser for project in PROJECTS.values()}
@@ -31,7 +31,7 @@ def test_parses_recorded_run(name):
 
 @pytest.mark.parametrize("name", PROJECTS)
 def test_ignores_colours_and_windows_line_ends(name):
-    output = recorded(name)
+    output = recorded_output(name)
     log = "\r\n".join(f"\x1b[31m{line}\x1b[0m" for line in output.log.split("\n"))
     if '{"Time"' in log:  # JSON has no colours
         log = output.log.replace("\n", "\r\n")
@@ -47,7 +47,7 @@ def test_parses_empty_output_of_killed_runner(name):
 
 @pytest.mark.parametrize("name", COMPLETE)
 def test_rejects_cut_report(name):
-    output = recorded(name)
+    output = recorded_output(name)
     for path, data in output.reports.items():
         for size in (len(data) // 2, len(data) - len(data.rstrip()) - 12):
             cut = {**output.reports, path: data[:size]}
@@ -55,12 +55,14 @@ def test_rejects_cut_report(name):
                 parse(name, dataclasses.replace(output, reports=cut, log=""))
 
 
-TEXT = [name for name in PROJECTS if not recorded(name).reports and len(parse(name).statuses) > 1]
+TEXT = [
+    name for name in PROJECTS if not recorded_output(name).reports and len(parse(name).statuses) > 1
+]
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_tells_cut_log_from_complete_one(name):
-    output = recorded(name)
+def test_distinguishes_cut_log_from_complete_one(name):
+    output = recorded_output(name)
     start = output.log[: len(output.log) // 2]
     try:
         report = parse(name, dataclasses.replace(output, log=start, exit_code=None))
@@ -104,7 +106,7 @@ CHANGED_TOTALS = {
 
 @pytest.mark.parametrize("name", CHANGED_TOTALS)
 def test_rejects_results_that_differ_from_runners_totals(name):
-    output = recorded(name)
+    output = recorded_output(name)
     where, old, new = CHANGED_TOTALS[name]
     if where == "log":
         assert old in output.log
@@ -132,7 +134,7 @@ def test_rejects_results_that_differ_from_runners_totals(name):
     ],
 )
 def test_merges_two_runs_in_one_log(name):
-    output = recorded(name)
+    output = recorded_output(name)
     log = output.log[max(0, output.log.find("TAP version")) :].rstrip()
     twice = dataclasses.replace(output, log=f"{log}\n{log}\n")
     assert not differences(name, parse(name, twice).statuses)
@@ -166,13 +168,13 @@ def test_recorded_runs_catch_parser_of_first_line(parser):
     names = [name for name, p in PROJECTS.items() if p.parser == parser and p.expected]
     for name in names:
         try:
-            report = parse(name, _first_line(recorded(name)))
+            report = parse(name, _first_line(recorded_output(name)))
         except ReportError:
             continue
         assert differences(name, report.statuses)
 
 
-def test_only_parsers_without_runner_here_have_no_recorded_run():
+def test_every_parser_with_runner_has_recorded_run():
     # Automake and Gradle are not installed; their vectors are in test_swe_parser_vectors.py.
     assert set(PARSERS) - RECORDED == {"automake", "gradle"}
 
@@ -180,7 +182,7 @@ def test_only_parsers_without_runner_here_have_no_recorded_run():
 @pytest.mark.parametrize("name", PROJECTS)
 def test_exit_code_agrees_with_report(name):
     # A runner that finds no test, or stops before its first one, says so by its exit code only.
-    report, exit_code = parse(name), recorded(name).exit_code
+    report, exit_code = parse(name), recorded_output(name).exit_code
     if PROJECTS[name].expected and not PROJECTS[name].is_crashed:
         assert exit_code_problem(report, exit_code) is None
     assert exit_code_problem(report, 0 if report.names("fail") else 1) is not None

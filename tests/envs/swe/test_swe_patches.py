@@ -60,7 +60,7 @@ def git(folder, *arguments: str, **more) -> str:
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
-    """A folder of git with both trees, and the diff between them."""
+    """Returns a folder of git with both trees, and the diff between them."""
     folder = tmp_path_factory.mktemp("trees")
     git(folder, "init", "-q")
     write(folder, OLD)
@@ -192,7 +192,7 @@ def test_classifies_paths(kind):
     )
 
 
-def test_tells_languages_and_runner_configuration():
+def test_finds_languages_and_runner_configuration():
     paths = "a.py A.java a.go a.c a.cpp a.js a.ts a.php a.rb".split()
     assert [
         language_of(p) for p in paths

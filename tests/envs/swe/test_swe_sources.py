@@ -147,7 +147,7 @@ def test_makes_tree_of_series(isolation, tmp_path):
         debian_pair(archive, series, "x")
 
 
-def test_fetches_what_is_there(tmp_path):
+def test_fetches_available_archives(tmp_path):
     contents = {"https://x/a": b"a", "https://x/b": b"changed"}
     calls = []
 

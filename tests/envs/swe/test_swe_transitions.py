@@ -178,7 +178,7 @@ def test_finds_test_that_fails_in_shuffled_run_only():
     assert classify(arms).tests("FLAKY") == ["t7"]
 
 
-def test_lets_attempt_skip_test_that_gold_runs_skip():
+def test_attempt_may_skip_test_that_gold_runs_skip():
     gold = [report("a", "b", "new"), report("b", "new", skip=["a"])]
     result = classify(Arms(base=report("a", "b"), test=report("a", "b", fail=["new"]), gold=gold))
     assert result.may_skip == {"a"}

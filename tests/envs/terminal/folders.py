@@ -1,4 +1,4 @@
-"""Task folders for tests: those of tasks/*.txt, small ones of one's own, and the scripts of cheats/*.txt."""
+"""Task folders for tests: those of tasks/*.txt, small ones, and the scripts of cheats/*.txt."""
 
 import os
 import pathlib
@@ -11,8 +11,8 @@ from glm5_jax.envs.terminal import Script, TrialResult, TrialRunner, load_task
 needs_root = pytest.mark.skipif(
     os.getuid() != 0, reason="needs users that only root's sandboxes have"
 )
-HERE = pathlib.Path(__file__).parent
-SHIPPED = sorted(path.stem for path in (HERE / "tasks").glob("*.txt"))
+FOLDER = pathlib.Path(__file__).parent
+SHIPPED = sorted(path.stem for path in (FOLDER / "tasks").glob("*.txt"))
 TOML = """
 schema_version = "1.1"
 [verifier]
@@ -26,7 +26,7 @@ storage_mb = 256
 PYTEST = """
 if pytest /tests/test_outputs.py -rA; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
 """
-# As most tasks of Terminal-Bench have it.
+# The form of most tasks of Terminal-Bench.
 ORDINARY = """#!/bin/bash
 apt-get update
 apt-get install -y curl
@@ -46,21 +46,23 @@ fi
 
 
 def slow_but(quick, names):
-    """Parameters of which all but `quick` are slow."""
+    """Returns parameters that are all slow, except `quick`."""
     assert {*quick} <= {*names}
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def selected(request, parameter: str) -> list[str]:
-    """Values of a parameter of this file's tests that are going to run, for a fixture that makes the results of all at
-    once."""
+def selected_values(request, parameter: str) -> list[str]:
+    """Returns the values of a parameter in the tests of this file that will run.
+
+    A fixture can then compute all results together.
+    """
     specs = [item.callspec.params for item in request.session.items if item.path == request.path
              and hasattr(item, "callspec")]  # fmt: skip
     return list(dict.fromkeys(spec[parameter] for spec in specs if parameter in spec))
 
 
 def write(folder: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
-    """A folder of these files."""
+    """Writes a folder of these files."""
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
@@ -68,26 +70,31 @@ def write(folder: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
 
 
 def sections(file: pathlib.Path) -> dict[str, str]:
-    """The files of a folder that is written down as one."""
+    """Returns the files of a folder that is written as one file."""
     _, *parts = re.split(r"(?m)^=== (.*)\n", file.read_text())
     texts = [text.removesuffix("\n") for text in parts[1:-1:2]] + parts[-1:]
     return dict(zip(parts[::2], texts))
 
 
-def shipped(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """The folder of a task of tasks/NAME.txt."""
-    return write(folder / name, sections(HERE / "tasks" / f"{name}.txt"))
+def write_shipped(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the folder of a task of tasks/NAME.txt."""
+    return write(folder / name, sections(FOLDER / "tasks" / f"{name}.txt"))
 
 
 def shipped_cheats() -> dict[str, tuple[str, str]]:
-    """Name -> (task that it attacks, script), of cheats/NAME.txt."""
-    found = {path.stem: sections(path) for path in sorted((HERE / "cheats").glob("*.txt"))}
-    return {name: (files["task.txt"].strip(), files["solve.sh"]) for name, files in found.items()}
+    """Returns {name: (task that it attacks, script)} of cheats/NAME.txt."""
+    files_by_name = {
+        path.stem: sections(path) for path in sorted((FOLDER / "cheats").glob("*.txt"))
+    }
+    return {
+        name: (files["task.txt"].strip(), files["solve.sh"])
+        for name, files in files_by_name.items()
+    }
 
 
-def own(folder: pathlib.Path, name: str = "own", **files: str) -> pathlib.Path:
-    """A task of one's own: `test` is tests/test.sh, `tests` tests/test_outputs.py, others by their names."""
-    given = {
+def make_task(folder: pathlib.Path, name: str = "own", **files: str) -> pathlib.Path:
+    """Writes a small task: `test` is tests/test.sh, `tests` is tests/test_outputs.py, other files have their names."""
+    task_files = {
         "task.toml": files.pop("toml", TOML),
         "instruction.md": "Do it.\n",
         "environment/Dockerfile": files.pop(
@@ -97,18 +104,18 @@ def own(folder: pathlib.Path, name: str = "own", **files: str) -> pathlib.Path:
         "solution/solve.sh": files.pop("solve", "true\n"),
     }
     if "tests" in files:
-        given["tests/test_outputs.py"] = files.pop("tests")
-    return write(folder / name, {**given, **files})
+        task_files["tests/test_outputs.py"] = files.pop("tests")
+    return write(folder / name, {**task_files, **files})
 
 
 class Text(Script):
-    """An agent that runs this text of bash."""
+    """Agent that runs this text of bash."""
 
     def __init__(self, text: str):
         self._script = text.encode()
 
 
-async def tried(folder: pathlib.Path, agent, images=None) -> TrialResult:
-    """The result of one trial."""
+async def run_trial(folder: pathlib.Path, agent, images=None) -> TrialResult:
+    """Returns the result of one trial."""
     async with TrialRunner(images) as trials:
         return await trials.run(load_task(folder), agent)

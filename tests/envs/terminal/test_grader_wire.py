@@ -1,4 +1,4 @@
-"""Tests see an attempt's objects in another process as they would see their own, and the attempt reaches nothing of theirs."""
+"""Tests handle an attempt's objects in another process like local ones. The attempt reaches no object of the tests."""
 
 import collections
 import datetime
@@ -17,7 +17,7 @@ from glm5_jax.envs.terminal.grader.wire import Peer, Proxy, RemoteError, RemoteE
 
 
 class Stack:
-    """Of an attempt."""
+    """Class of an attempt."""
 
     limit = 3
 
@@ -35,7 +35,7 @@ class Stack:
 
 
 class Anything:
-    """Equal to all, and computes what is expected."""
+    """Object that is equal to everything and computes any expected result."""
 
     def __eq__(self, other):
         return True
@@ -59,7 +59,7 @@ class Anything:
 
 
 class Degrees(float):
-    """A plain value with a class of its own."""
+    """Plain value of a subclass."""
 
 
 class Level(enum.IntEnum):
@@ -130,14 +130,14 @@ class Nothing:
 
 
 def pipe():
-    """Files for reading and for writing."""
+    """Returns files for reading and for writing."""
     reading, writing = os.pipe()
     return open(reading, "rb"), open(writing, "wb")
 
 
 @pytest.fixture
 def module():
-    """A module of an attempt's as its tests have it."""
+    """Returns a module of an attempt as its tests see it."""
     (answers, answering), (requests, requesting) = pipe(), pipe()
     client = Peer(answers, requesting, is_open=False, around=Nothing())
     server = Peer(requests, answering, is_open=True)
@@ -169,11 +169,11 @@ def module():
      collections.Counter("aab"), collections.deque([1, 2]), collections.OrderedDict(b=1, a=2), int, Ellipsis],
 )  # fmt: skip
 def test_copies_plain_values(module, value):
-    found = module.echo(value)
-    assert found == value and type(found) is type(value) and not isinstance(found, Proxy)
+    copied = module.echo(value)
+    assert copied == value and type(copied) is type(value) and not isinstance(copied, Proxy)
 
 
-def test_shows_objects_like_ones_of_its_own(module):
+def test_shows_objects_like_local_ones(module):
     stack = module.Stack(1, 2)
     assert (len(stack), stack.items, stack.limit, module.Stack.limit) == (2, [1, 2], 3, 3)
     assert stack == module.Stack(1, 2) != module.Stack(1)
@@ -187,32 +187,32 @@ def test_shows_objects_like_ones_of_its_own(module):
     assert stack.map(str) == ["5"] and type(stack).__name__ == "Stack"
     assert (
         str(inspect.signature(module.read)) == "(value, name)"
-        and module.Stack.__doc__ == "Of an attempt."
+        and module.Stack.__doc__ == "Class of an attempt."
     )
     assert inspect.isgenerator(module.gen()) and list(module.gen()) == ["a", "b"]
     assert not hasattr(stack, "nothing") and callable(module.echo) and not callable(stack)
 
 
-def test_compares_objects_by_plain_value_that_they_extend(module):
+def test_compares_objects_by_their_plain_value(module):
     assert module.degrees() == 36.6 == pytest.approx(module.degrees()) and module.degrees() > 36
     assert module.level() == 3 and module.level() + 1 == 4 and module.level() in (2, 3)
     assert module.point() == (1, 2) != module.point()[:1]
     assert module.Half() == 0.5 and not module.Half() == 0.6 and 1 - module.Half() == 0.5
 
 
-def test_lets_no_object_of_attempt_decide_what_it_equals(module):
+def test_objects_of_attempt_cannot_equal_everything(module):
     thing = module.Anything()
     for value in (8, "x", [1], pytest.approx(8.0), decimal.Decimal(8), mock.sentinel.x):
         assert not thing == value and thing != value
     assert not [thing] == [8] and 8 not in [thing]
     with pytest.raises(TypeError):
         assert 7 < thing
-    with pytest.raises(RemoteError, match="computes a plain value from a number of its tests"):
+    with pytest.raises(RemoteError, match="computes a plain value from the tests' int"):
         abs(thing - 8)
-    assert thing == module.Anything()  # of two objects of the attempt's it does
+    assert thing == module.Anything()  # two objects of the attempt compare by the attempt's rules
 
 
-def test_lets_no_object_of_attempt_swallow_what_tests_assert(module):
+def test_objects_of_attempt_cannot_suppress_assertions(module):
     with pytest.raises(AssertionError), module.Anything():
         raise AssertionError
     with module.Anything():
@@ -240,7 +240,7 @@ def test_raises_errors_of_attempt(module):
     )
 
 
-def test_tells_ends_of_attempt_from_ends_of_tests(module):
+def test_distinguishes_exits_of_attempt_and_tests(module):
     with pytest.raises(SystemExit) as error:
         module.leave()
     assert type(error.value) is RemoteExit
@@ -251,7 +251,7 @@ def test_tells_ends_of_attempt_from_ends_of_tests(module):
 @pytest.mark.parametrize(
     "name", ["__globals__", "__self__", "_x", "gi_frame", "f_globals", "tb_frame"]
 )
-def test_keeps_attempt_from_insides_of_tests(module, name):
+def test_hides_internals_of_tests_from_attempt(module, name):
     def function():
         return 1
 
@@ -260,7 +260,7 @@ def test_keeps_attempt_from_insides_of_tests(module, name):
     assert module.read(types.SimpleNamespace(x=3), "x") == 3
 
 
-def test_keeps_attempt_from_modules_of_tests(module):
+def test_hides_modules_of_tests_from_attempt(module):
     assert module.read(math, "pi") == math.pi
     with pytest.raises(RuntimeError, match="may not reach the module sys"):
         module.read(datetime, "sys")
@@ -269,7 +269,7 @@ def test_keeps_attempt_from_modules_of_tests(module):
 @pytest.mark.parametrize(
     "answer", [b"", b"\x02\0\0\0[]", b"\xff\xff\xff\xffxx", b"\x02\0\0\0x", b"\x02\0\0\0{]"]
 )
-def test_says_that_attempt_has_ended(answer):
+def test_reports_that_attempt_has_ended(answer):
     (answers, answering), (requests, requesting) = pipe(), pipe()
     with answers, requests, requesting:
         with answering:

@@ -12,7 +12,7 @@ from glm5_jax.envs.sandbox import Sandbox, SandboxConfig
 from glm5_jax.envs.terminal import BuildConfig, load_task
 from glm5_jax.envs.terminal.image import ImageError, Images
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import own
+from tests.envs.terminal.folders import make_task
 
 pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
 
@@ -26,7 +26,7 @@ async def output(image, command: str) -> str:
 
 @pytest.fixture
 def small_root(tmp_path) -> pathlib.Path:
-    """A root file system of this machine's programs, as small as it can be."""
+    """Returns a minimal root file system of this machine's programs."""
     root = tmp_path / "root"
     for program in ("/bin/sh", "/bin/bash", "/bin/mkdir", "/bin/sleep", "/usr/bin/env"):
         words = subprocess.run(["ldd", program], capture_output=True, text=True).stdout.split()
@@ -37,7 +37,7 @@ def small_root(tmp_path) -> pathlib.Path:
 
 
 def test_shares_layers_of_equal_beginnings(tmp_path, small_root):
-    """Each layer holds a text that no other run would draw."""
+    """Each layer holds a text that no other run produces."""
     draw = "RUN read a < /proc/sys/kernel/random/uuid; echo $a > /usr/drawn\n"
     texts = [
         f"FROM base\n{draw}RUN echo one > /usr/rest\n",
@@ -49,7 +49,7 @@ def test_shares_layers_of_equal_beginnings(tmp_path, small_root):
     async def work():
         async with Images({"base": str(small_root)}) as images:
             tasks = [
-                load_task(own(tmp_path, f"t{i}", dockerfile=text, **{"environment/file": ""}))
+                load_task(make_task(tmp_path, f"t{i}", dockerfile=text, **{"environment/file": ""}))
                 for i, text in enumerate(texts)
             ]
             built = await asyncio.gather(*(images.of(task) for task in tasks))
@@ -66,7 +66,9 @@ def test_each_task_has_errors_of_its_lines(tmp_path, small_root):
     async def work():
         async with Images({"base": str(small_root)}) as images:
             tasks = [
-                load_task(own(tmp_path, f"t{i}", dockerfile=f"FROM base\n{space}RUN exit 3\n"))
+                load_task(
+                    make_task(tmp_path, f"t{i}", dockerfile=f"FROM base\n{space}RUN exit 3\n")
+                )
                 for i, space in enumerate(("", "\n\n"))
             ]
             return await asyncio.gather(
@@ -84,7 +86,7 @@ def test_builds_write_into_copies_of_root_file_systems(tmp_path, small_root):
 
     async def work():
         async with Images(table) as images:
-            built = await images.of(load_task(own(tmp_path, dockerfile=text)))
+            built = await images.of(load_task(make_task(tmp_path, dockerfile=text)))
             assert not built.layer.host_programs
             look = "read a < /usr/new; read b < /usr/bin/env; echo $a $b and no $PYTHONPATH"
             return await output(built, look)
@@ -95,7 +97,7 @@ def test_builds_write_into_copies_of_root_file_systems(tmp_path, small_root):
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_only_builds_that_may_reach_network(tmp_path, small_root, network):
+def test_only_permitted_builds_reach_network(tmp_path, small_root, network):
     with socket.create_server(("127.0.0.1", 0)) as server:
         connect = f"exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]}"
         text = f'FROM base\nRUN ["bash", "-c", "{connect} && echo $WORD > /usr/word"]\n'
@@ -103,7 +105,7 @@ def test_only_builds_that_may_reach_network(tmp_path, small_root, network):
 
         async def work():
             async with Images({"base": str(small_root)}, build) as images:
-                image = await images.of(load_task(own(tmp_path, dockerfile=text)))
+                image = await images.of(load_task(make_task(tmp_path, dockerfile=text)))
                 look = "read a < /usr/word; read b < /etc/resolv.conf; echo $a$b"
                 return await output(image, f"{look}; bash -c '{connect}' || echo $WORD cut off")
 

@@ -1,4 +1,4 @@
-"""Task folders cannot have files of this machine read, nor ask for more of it than they may."""
+"""Task folders cannot read files of this machine, nor request more resources than allowed."""
 
 import pathlib
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from glm5_jax.envs.terminal import TaskError, TaskLimits, load_task
-from tests.envs.terminal.folders import TOML, own
+from tests.envs.terminal.folders import TOML, make_task
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from tests.envs.terminal.folders import TOML, own
      "solution/solve.sh"],
 )  # fmt: skip
 def test_refuses_links_out_of_folder(tmp_path, part):
-    folder, outside = own(tmp_path), tmp_path / "outside"
+    folder, outside = make_task(tmp_path), tmp_path / "outside"
     path = folder / part
     shutil.move(path, outside)
     path.symlink_to(outside)
@@ -30,10 +30,10 @@ def test_refuses_links_out_of_folder(tmp_path, part):
 
 
 def test_follows_links_within_folder(tmp_path):
-    folder = own(tmp_path)
+    folder = make_task(tmp_path)
     (folder / "instruction.md").rename(folder / "text.md")
     (folder / "instruction.md").symlink_to("text.md")
-    (folder / "environment" / "inner").symlink_to("/etc/passwd")  # which is the sandbox's
+    (folder / "environment" / "inner").symlink_to("/etc/passwd")  # a link inside the sandbox
     assert load_task(folder).instruction == "Do it.\n"
 
 
@@ -49,12 +49,12 @@ def test_follows_links_within_folder(tmp_path):
 )
 def test_refuses_values_that_no_sandbox_can_have(tmp_path, text, message):
     with pytest.raises(TaskError) as error:
-        load_task(own(tmp_path, toml=f"[environment]\n{text}\n"))
+        load_task(make_task(tmp_path, toml=f"[environment]\n{text}\n"))
     assert message in str(error.value)
 
 
-def test_refuses_tasks_that_ask_for_more_than_they_may(tmp_path):
-    task = load_task(own(tmp_path, toml=TOML + "cpus = 4\n"))
+def test_refuses_tasks_that_exceed_limits(tmp_path):
+    task = load_task(make_task(tmp_path, toml=TOML + "cpus = 4\n"))
     TaskLimits().check(task)
     limits = {"memory_bytes": 1 << 20, "disk_bytes": 1 << 20, "cpus": 2.0}
     for name, limit in limits.items():

@@ -1,4 +1,4 @@
-"""No form of test script that is graded soundly gives a reward to an attempt that forges it; solutions still get theirs."""
+"""No form of test script that is graded soundly rewards an attempt that forges it; solutions are still rewarded."""
 
 import asyncio
 
@@ -6,57 +6,67 @@ import pytest
 
 from glm5_jax.envs.terminal import Nop, TrialRunner, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal import forgeries, forgeries_by_surroundings
-from tests.envs.terminal.folders import Text, needs_root, own, selected, slow_but
+from tests.envs.terminal import forgeries, forgeries_by_loading, forgeries_by_surroundings
+from tests.envs.terminal.folders import Text, make_task, needs_root, selected_values, slow_but
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
-FORMS = forgeries.FORMS | forgeries_by_surroundings.FORMS
-ATTACKS = forgeries.ATTACKS | forgeries_by_surroundings.ATTACKS
-QUICK = forgeries.QUICK + forgeries_by_surroundings.QUICK
-QUICK_FORMS = ("relative", "import", "check", "cmp after a program", "pipe into grep", "perl tests")
+FORMS = forgeries.FORMS | forgeries_by_surroundings.FORMS | forgeries_by_loading.FORMS
+ATTACKS = forgeries.ATTACKS | forgeries_by_surroundings.ATTACKS | forgeries_by_loading.ATTACKS
+QUICK = forgeries.QUICK + forgeries_by_surroundings.QUICK + forgeries_by_loading.QUICK
+QUICK_FORMS = (
+    "relative",
+    "import",
+    "check",
+    "cmp after a program",
+    "pipe into grep",
+    "perl tests",
+    "an open file",
+)
 
 
 def results(folder, attempts):
-    """The results of attempts {name: (form, agent)}, three at a time."""
+    """Returns the results of attempts {name: (form, agent)}, three at a time."""
     places = asyncio.Semaphore(3)
 
     async def one(trials, number, form, agent):
         async with places:
-            task = own(folder, f"t{number}", **FORMS[form][0])
+            task = make_task(folder, f"t{number}", **FORMS[form][0])
             return await trials.run(load_task(task), agent)
 
     async def work():
         async with TrialRunner() as trials:
             pairs = enumerate(attempts.values())
-            found = await asyncio.gather(*(one(trials, i, *attempt) for i, attempt in pairs))
-            return dict(zip(attempts, found))
+            trial_results = await asyncio.gather(
+                *(one(trials, i, *attempt) for i, attempt in pairs)
+            )
+            return dict(zip(attempts, trial_results))
 
     return run(work())
 
 
 @pytest.fixture(scope="module")
-def attacked(tmp_path_factory, request):
-    """The results of attacks by name."""
-    names = selected(request, "attack")
+def attack_results(tmp_path_factory, request):
+    """Returns the results of attacks by name."""
+    names = selected_values(request, "attack")
     attempts = {name: (ATTACKS[name][0], Text(ATTACKS[name][1])) for name in names}
     return results(tmp_path_factory.mktemp("attacks"), attempts)
 
 
 @pytest.fixture(scope="module")
-def solved(tmp_path_factory, request):
-    """The results of solutions and of doing nothing, by form."""
-    forms = selected(request, "form")
+def solution_results(tmp_path_factory, request):
+    """Returns the results of solutions and of doing nothing, by form."""
+    forms = selected_values(request, "form")
     attempts = {(form, True): (form, Text(FORMS[form][1])) for form in forms}
     attempts |= {(form, False): (form, Nop()) for form in forms}
     return results(tmp_path_factory.mktemp("solved"), attempts)
 
 
 @pytest.mark.parametrize("attack", slow_but(QUICK, ATTACKS))
-def test_gives_no_reward_to_forgery(attacked, attack):
-    assert attacked[attack].reward == 0.0, attacked[attack]
+def test_gives_no_reward_to_forgery(attack_results, attack):
+    assert attack_results[attack].reward == 0.0, attack_results[attack]
 
 
 @pytest.mark.parametrize("form", slow_but(QUICK_FORMS, FORMS))
-def test_rewards_solution_and_not_doing_nothing(solved, form):
-    assert solved[form, True].reward == 1.0, solved[form, True]
-    assert solved[form, False].reward == 0.0, solved[form, False]
+def test_rewards_only_solution(solution_results, form):
+    assert solution_results[form, True].reward == 1.0, solution_results[form, True]
+    assert solution_results[form, False].reward == 0.0, solution_results[form, False]

@@ -1,10 +1,10 @@
-"""Forms of tests in which a reward can be forged are named, and those of ordinary tasks are not."""
+"""Names forms of tests in which a reward can be forged, and not those of ordinary tasks."""
 
 import pytest
 
 from glm5_jax.envs.terminal import load_task
 from glm5_jax.envs.terminal.forms import SHARED, forgeable_forms
-from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, own
+from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, make_task
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,22 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, own
         ({"test": 'x=$(/app/prog)\necho "$x > 3" | bc'}, "into a program"),
         ({"test": 'x=$(/app/prog)\n[[ "$x" -eq 42 ]]'}, "calculate with a text"),
         ({"test": "read -r x < /app/out\n(( x > 3 )) && true"}, "calculate with a text"),
+        ({"test": 'i=$(/app/prog)\n[ "${names[$i]}" = b ]'}, "calculate with a text"),
+        ({"test": 'n=$(/app/prog)\n[ "${t:0:$n}" = abc ]'}, "calculate with a text"),
+        ({"test": 'n=$(/app/prog)\n[ -v "$n" ]'}, "calculate with a text"),
+        ({"test": '[[ "$(cat /tests/key)" == $(/app/prog) ]]'}, "without quotes"),
+        ({"test": "x=$(/app/prog)\n[ $x = 42 ]"}, "without quotes"),
+        ({"test": 'grep -q "$(/app/prog)" /tests/key'}, "look in the answers"),
+        ({"test": "sort /tests/key > /tmp/want"}, "write answers"),
+        ({"test": "python3 /tests/ref.py > /tmp/expected.txt"}, "write answers"),
+        (
+            {"test": "s=$(python3 /tests/score.py)\necho $s > /logs/verifier/reward.txt"},
+            "take the reward",
+        ),
+        (
+            {"test": "python3 /tests/score.py | tee /logs/verifier/reward.txt"},
+            "take the reward",
+        ),
         ({"test": "cd /app && make -s test"}, "tell a builder to run"),
         ({"test": "cargo test --release"}, "tell a builder to run"),
         (
@@ -47,6 +63,10 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, own
         ({"tests": "exec(open('/app/x.py').read())"}, "tests/test_outputs.py: execute a text"),
         ({"tests": "import pickle\nx = pickle.load(f)"}, "load objects that execute code"),
         ({"tests": "import pandas\nx = pandas.read_pickle('/app/x')"}, "load objects that execute"),
+        ({"tests": "logging.config.dictConfig(json.load(f))"}, "load objects that execute"),
+        ({"tests": "import jinja2\njinja2.Template(text).render()"}, "render a template"),
+        ({"tests": "from lxml import etree\netree.parse('/app/x.xml')"}, "entities"),
+        ({"tests": "assert open(data['path']).read() == want"}, "a path that the attempt"),
         ({"tests": "run([sys.executable, '-c', code])"}, "a Python of the user"),
         ({"tests": "worst = max(worst, abs(a - b))"}, "neither more nor less"),
         ({"tests": "assert ordered(data) == sorted(data)"}, "may have changed"),
@@ -54,8 +74,8 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, own
     ],
 )
 def test_names_forms_that_can_be_forged(tmp_path, files, part):
-    (found,) = forgeable_forms(load_task(own(tmp_path, **files)))
-    assert part in found
+    (form,) = forgeable_forms(load_task(make_task(tmp_path, **files)))
+    assert part in form
 
 
 @pytest.mark.parametrize(
@@ -65,17 +85,19 @@ def test_names_forms_that_can_be_forged(tmp_path, files, part):
         PYTEST,
         "# eval x\npip install pytest\ncmp /app/a /tests/b && echo 1 > /logs/verifier/reward.txt",
         "python3 -m pytest /tests/a.py > /logs/verifier/pytest.txt 2>&1\nif [ $? -eq 0 ]; then echo 1; fi",
+        'x=$(/app/prog)\n[[ "${x:-0}" == "42" ]] && [ "${a[0]}" = 1 ] && grep -q 42 /app/out',
+        'declare -A m\nx=$(/app/prog)\n[ "${m[$x]}" = 1 ] && grep -q "$x" /app/log',
         'got=$(/app/prog)\nif [ "$got" = 42 ] && [ "$got" -eq 42 ]; then echo 1; fi',
         "s=$(date +%s)\nn=$(ls /app | wc -l)\nif (( n > 3 )) && [[ $s -gt 5 ]]; then n=$((n + 1)); fi",
         'export PATH="$HOME/.local/bin:$PATH"\n/app/prog > /tmp/out && cmp /tmp/out /tests/key',
         "cd /app && make && ./prog > /tmp/out; cmp /tmp/out /tests/key",
     ],
 )
-def test_names_nothing_of_ordinary_tests(tmp_path, test):
+def test_names_no_form_of_ordinary_tests(tmp_path, test):
     files = {"test": test, "tests": "from app import f\ndef test():\n    assert f(3) == 4\n"}
-    assert forgeable_forms(load_task(own(tmp_path, **files))) == []
+    assert forgeable_forms(load_task(make_task(tmp_path, **files))) == []
 
 
 def test_names_shared_tasks(tmp_path):
     toml = TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "shared"')
-    assert forgeable_forms(load_task(own(tmp_path, toml=toml))) == [SHARED]
+    assert forgeable_forms(load_task(make_task(tmp_path, toml=toml))) == [SHARED]

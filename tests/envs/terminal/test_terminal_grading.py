@@ -1,4 +1,4 @@
-"""What a trial's result says: rewards as tests give them, and errors as what they are."""
+"""The result of a trial: rewards as the tests give them, and errors by their cause."""
 
 import asyncio
 import dataclasses
@@ -8,13 +8,21 @@ import pytest
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import Nop, TrialRunner, load_task, rewards
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import PYTEST, TOML, Text, needs_root, own, selected, slow_but
+from tests.envs.terminal.folders import (
+    PYTEST,
+    TOML,
+    Text,
+    make_task,
+    needs_root,
+    selected_values,
+    slow_but,
+)
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 SHORT = TOML.replace("timeout_sec = 30.0", "timeout_sec = 1.5")
 COPIED = "cat /app/answer > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
 PASSED = "def test(): pass\n"
-# Python as test scripts start it; each line must succeed.
+# Ways in which test scripts start Python; each line must succeed.
 PYTHON = r"""#!/bin/bash
 set -e
 trap 'echo 0 > /logs/verifier/reward.txt; echo "line $LINENO" >&2' ERR
@@ -74,7 +82,7 @@ PARTS = {
     "environment/tool_of_mine.py": "",
     "environment/statistics.py": "planted = 1\n",
 }
-# Name -> what the task is made of, what the agent runs, the reward, and a part of the error (None: there is none).
+# Name -> files of the task, script of the agent, reward, and a part of the error (None: no error).
 CASES = {
     "a number": ({"test": "echo 0.25 > /logs/verifier/reward.txt"}, "", 0.25, None),
     "json first": (
@@ -83,7 +91,7 @@ CASES = {
         0.5,
         None,
     ),
-    "whatever the exit code": ({"test": "echo 1 > /logs/verifier/reward.txt; exit 3"}, "", 1.0, None),
+    "exit code ignored": ({"test": "echo 1 > /logs/verifier/reward.txt; exit 3"}, "", 1.0, None),
     "missing": ({"test": "exit 3"}, "", None, "no reward.txt (test.sh ended with exit code 3)"),
     "empty": ({"test": ": > /logs/verifier/reward.txt"}, "", None, "reward.txt is empty"),
     "infinite": ({"test": "echo inf > /logs/verifier/reward.txt"}, "", None, "no finite number"),
@@ -91,7 +99,7 @@ CASES = {
     "the attempt's number": ({"test": COPIED}, "echo 0.5 > answer", 0.5, None),
     "the attempt's NaN": ({"test": COPIED}, "echo nan > answer", 0.0, "reward.txt is nan, no finite"),
     "the attempt's text": ({"test": COPIED}, "echo yes > answer", 0.0, "'yes', no number"),
-    "too much of it": ({"test": COPIED}, "yes 1 | head -c 1M > answer", 0.0, "more than the 65536 bytes"),
+    "too much text": ({"test": COPIED}, "yes 1 | head -c 1M > answer", 0.0, "more than the maximum of 65536 bytes"),
     "tests that the attempt stops": (
         {"test": "[ -e slow ] && sleep 60; echo 1 > /logs/verifier/reward.txt", "toml": SHORT},
         "touch slow",
@@ -120,13 +128,20 @@ CASES = {
         {"test": "echo 1 > /logs/verifier/reward.txt", "toml": TOML.replace("= 256", "= 1000").replace("512", "4096")},
         "truncate -s 600M x",
         0.0,
-        "more than the 536870912 bytes",
+        "more than the maximum of 536870912 bytes",
     ),
     "a missing package": (
         {"test": "uvx --with numpy==2 pytest /tests/test_outputs.py; echo 0 > /logs/verifier/reward.txt", "tests": PASSED},
         "",
         None,
         "the tests need what this machine lacks: Python package numpy",
+    ),
+    "a missing package that the attempt has": (
+        {"test": "pip install nolib\n" + PYTEST, "tests": "import sys\nsys.path.append('/app')\nimport nolib\n"
+         "def test():\n    nolib.check(1)\n"},
+        "echo 'def check(x): pass' > nolib.py",
+        None,
+        "the tests need what this machine lacks: Python package nolib",
     ),
     "a missing program": (
         {"test": "apt-get install -y no-such-thing; echo 0 > /logs/verifier/reward.txt"},
@@ -146,7 +161,7 @@ CASES = {
         None,
         "pytest with --json-report",
     ),
-    "an attempt that asks for what is missing": (
+    "an attempt that uses missing programs": (
         {"test": COPIED},
         "curl https://example.org; apt-get install x; echo 1 > answer; touch /grader/missing/x",
         1.0,
@@ -173,7 +188,7 @@ CASES = {
         1.0,
         None,
     ),
-    "what goes over": (
+    "copied work": (
         {
             "test": "[ -x run ] && [ \"$(readlink l)\" = /etc/passwd ] && [ ! -e old ] && [ \"$(cat /data/a/b)\" = 1 ] && "
             "[ \"$(cat /srv/one)\" = 2 ] && [ ! -e /etc/mine ] && [ ! -e /data/old ] && [ $(stat -c %u run) = 1000 ] && "
@@ -218,22 +233,24 @@ CASES = {
 }  # fmt: skip
 
 
-# A reward, none, one that is the attempt's doing, what is missing here, and what goes over to the tests.
+# A reward, none, one that is the attempt's failure, an unsupported feature, and files that reach the tests.
 QUICK = (
-    "a number", "missing", "the attempt's NaN", "a missing package", "a link to the answer", "what goes over",
+    "a number", "missing", "the attempt's NaN", "a missing package", "a link to the answer", "copied work",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
-    """The results of cases by name, three at a time."""
-    folder, names = tmp_path_factory.mktemp("cases"), selected(request, "name")
+    """Returns the results of cases by name, three at a time."""
+    folder, names = tmp_path_factory.mktemp("cases"), selected_values(request, "name")
     places = asyncio.Semaphore(3)
 
     async def one(trials, name, files, text):
         async with places:
             agent = Text(text) if text else Nop()
-            return await trials.run(load_task(own(folder, name.replace(" ", "-"), **files)), agent)
+            return await trials.run(
+                load_task(make_task(folder, name.replace(" ", "-"), **files)), agent
+            )
 
     async def work():
         async with TrialRunner() as trials:
@@ -244,7 +261,7 @@ def results(tmp_path_factory, request):
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
-def test_what_a_trial_says(results, name):
+def test_trial_has_reward_and_error(results, name):
     _, _, reward, error = CASES[name]
     result = results[name]
     assert result.reward == reward, result
@@ -260,17 +277,17 @@ class Failing:
         raise self.error
 
 
-def test_an_agent_that_fails_gets_no_reward(tmp_path, caplog):
+def test_failed_agent_gets_no_reward(tmp_path, caplog):
     async def work():
         async with TrialRunner() as trials:
-            task = load_task(own(tmp_path, test="echo 1 > /logs/verifier/reward.txt"))
+            task = load_task(make_task(tmp_path, test="echo 1 > /logs/verifier/reward.txt"))
             errors = ConnectionError("no server"), KeyError("mine"), SandboxError("lost")
             return [await trials.run(task, Failing(error)) for error in errors]
 
     first, second, third = run(work())
     assert (first.reward, first.error) == (None, "no server")
     assert (second.reward, second.error) == (None, "the agent failed: KeyError: 'mine'")
-    # It is the agent who runs in it, and others' work.
+    # The agent runs in the sandbox, next to other attempts.
     assert (third.reward, third.error) == (0.0, "lost")
 
 
@@ -284,7 +301,7 @@ def test_an_agent_that_fails_gets_no_reward(tmp_path, caplog):
         (b'{"a": 1, "reward": 0}', 0.0, {"a": 1.0, "reward": 0.0}),
     ],
 )
-def test_json_rewards(data, reward, parts):
+def test_reads_json_rewards(data, reward, parts):
     assert rewards.read_json(data) == (reward, parts)
 
 
@@ -308,18 +325,18 @@ def test_json_rewards(data, reward, parts):
         (b"\xff", "no JSON"),
     ],
 )
-def test_what_is_no_json_reward(data, message):
+def test_rejects_invalid_json_reward(data, message):
     with pytest.raises(rewards.RewardError, match=message):
         rewards.read_json(data)
 
 
-def test_text_rewards():
+def test_reads_text_rewards():
     assert [rewards.read_text(data) for data in (b"1", b"0.5\n", b" -2e-1 ")] == [1.0, 0.5, -0.2]
 
 
 @pytest.mark.parametrize(
     "data", [b"", b" \n", b"nan", b"-inf", b"one", b"1 2", b"1_0", b"\xff", b"True"]
 )
-def test_what_is_no_text_reward(data):
+def test_rejects_invalid_text_reward(data):
     with pytest.raises(rewards.RewardError):
         rewards.read_text(data)

@@ -1,4 +1,4 @@
-"""Images are what their Dockerfiles say, made once, and what cannot be made says which line and why."""
+"""Images built from Dockerfiles, each once, and errors with the line and the reason."""
 
 import asyncio
 
@@ -9,12 +9,12 @@ from glm5_jax.envs.terminal import TaskError, load_task
 from glm5_jax.envs.terminal.dockerfile import DockerfileError, pairs, parse, substitute
 from glm5_jax.envs.terminal.image import ImageError, Images
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import TOML, own
+from tests.envs.terminal.folders import TOML, make_task
 
 sandboxed = pytest.mark.usefixtures("isolation", "nothing_left")
 
 
-def test_instructions_over_several_lines():
+def test_parses_instructions_over_several_lines():
     text = "# syntax=docker/dockerfile:1\n# x\nARG A=1\nfrom debian:$A AS base\n\nRUN a && \\\n# no\n\n  b \\\n  c\n"
     text += 'COPY --chown=a:b --chmod=755 ["x y", "/z"]\n# end\n'
     a, b, c, d = parse(text)
@@ -42,7 +42,7 @@ def test_instructions_over_several_lines():
         ),
     ],
 )  # fmt: skip
-def test_what_is_refused_in_a_dockerfile(text, message):
+def test_rejects_invalid_dockerfile(text, message):
     with pytest.raises(DockerfileError) as error:
         parse(text)
     assert message in str(error.value)
@@ -55,7 +55,7 @@ def test_reads_documents_of_copy():
     assert (copy.flags, after.text) == ({"chmod": "755"}, "x")
 
 
-def test_variables():
+def test_substitutes_variables():
     known = {"A": "1", "E": ""}
     text = r"$A ${A} ${A}b $B. ${B:-2} ${E:-3} ${E-4} ${B-5} ${A:+6} ${E:+7} ${E+8} \$A"
     assert substitute(text, known) == "1 1 1b . 2 3  5 6  8 $A"
@@ -95,8 +95,8 @@ readlink /data/link; [ -e /grader/bin/python3 ] && echo tools
 
 
 @sandboxed
-def test_a_dockerfile_built(tmp_path):
-    folder = own(tmp_path, dockerfile=BUILT, **{"environment/one.txt": "one\n"})
+def test_builds_dockerfile(tmp_path):
+    folder = make_task(tmp_path, dockerfile=BUILT, **{"environment/one.txt": "one\n"})
     for path, text in {"sub/deep/two.txt": "two\n", "sub/run.sh": "true\n"}.items():
         (folder / "environment" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "environment" / path).write_text(text)
@@ -108,7 +108,7 @@ def test_a_dockerfile_built(tmp_path):
             image, again = await asyncio.gather(images.of(task), images.of(task))
             assert image is again
             assert (
-                await images.of(load_task(own(tmp_path, "bare", dockerfile="FROM debian")))
+                await images.of(load_task(make_task(tmp_path, "bare", dockerfile="FROM debian")))
             ) is not image
             async with Sandbox(SandboxConfig(base=image.layer, workdir=image.workdir)) as box:
                 return image, (await box.exec(LOOK, user="root")).stdout.decode().splitlines()
@@ -139,18 +139,18 @@ REFUSED = {
 
 
 @sandboxed
-def test_images_that_cannot_be_had_say_why(tmp_path):
+def test_reports_why_image_cannot_be_built(tmp_path):
     async def work():
         async with Images() as images:
             for i, text in enumerate(REFUSED):
                 toml = TOML + "build_timeout_sec = 1\n"
-                folder = own(
+                folder = make_task(
                     tmp_path, f"t{i}", dockerfile=text, toml=toml, **{"environment/task.toml": ""}
                 )
                 with pytest.raises((ImageError, TaskError)) as error:
                     await images.of(load_task(folder))
-                told[text] = str(error.value)
+                errors[text] = str(error.value)
 
-    told = {}
+    errors = {}
     run(work())
-    assert {text: said for text, said in told.items() if REFUSED[text] not in said} == {}
+    assert {text: message for text, message in errors.items() if REFUSED[text] not in message} == {}

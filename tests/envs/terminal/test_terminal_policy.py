@@ -1,4 +1,4 @@
-"""A policy at terminal tasks, over real HTTP and in real sandboxes: what it is told, how it ends, and whose fault is what."""
+"""A policy on terminal tasks, over real HTTP and in real sandboxes: its messages, its limits, and failures."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,14 @@ from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, ScriptedServer
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import TOML, needs_root, own, selected, shipped, slow_but
+from tests.envs.terminal.folders import (
+    TOML,
+    make_task,
+    needs_root,
+    selected_values,
+    slow_but,
+    write_shipped,
+)
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 COUNTER = TokenCounter(Tokenizer.default())
@@ -46,7 +53,7 @@ def bash(command, **arguments):
 
 
 async def attempt(trials, folder, server, config=CONFIG, fields=None):
-    """(result, trace or None) of an attempt by a policy at this server."""
+    """Returns (result, trace or None) of an attempt by a policy at this server."""
     traces = []
     policy = Policy(
         lambda: ChatClient(server, timeout_s=config.reply_timeout_s),
@@ -59,8 +66,8 @@ async def attempt(trials, folder, server, config=CONFIG, fields=None):
     return result, *(traces or [None])
 
 
-def tried(folder, replies, config=CONFIG, fields=None):
-    """(result, trace or None, (messages, fields) of each request)"""
+def run_attempt(folder, replies, config=CONFIG, fields=None):
+    """Returns (result, trace or None, (messages, fields) of each request)."""
     server = ScriptedServer(replies)
 
     async def work(url):
@@ -68,7 +75,7 @@ def tried(folder, replies, config=CONFIG, fields=None):
             return await attempt(trials, folder, url, config, fields)
 
     with server.running() as url:
-        return *run(work(url)), server.scripted.asked
+        return *run(work(url)), server.scripted.requests
 
 
 def answers(trace):
@@ -76,8 +83,8 @@ def answers(trace):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_task_is_solved_over_several_turns(tmp_path):
-    folder = shipped("fix-median", tmp_path)
+def test_solves_task_over_several_turns(tmp_path):
+    folder = write_shipped("fix-median", tmp_path)
     replies = [
         [bash("ls; cat stats.py")],
         [
@@ -86,20 +93,20 @@ def test_a_task_is_solved_over_several_turns(tmp_path):
         ],
         "It is mended.",
     ]
-    result, trace, asked = tried(folder, replies, fields={"temperature": 0.7})
+    result, trace, requests = run_attempt(folder, replies, fields={"temperature": 0.7})
     assert (result.reward, result.error) == (1.0, None)
     listed, written, checked = answers(trace)
     assert listed.startswith("stats.py\n") and listed.endswith("\n[exit code 0]")
     # One after the other, in one sandbox.
     assert (written, checked) == ("[exit code 0]", "2\n[exit code 0]")
-    for messages, fields in asked:
+    for messages, fields in requests:
         assert [message["role"] for message in messages[:2]] == ["system", "user"]
         assert messages[0]["content"] == CONFIG.system
         assert messages[1]["content"] == load_task(folder).instruction
         assert fields["tools"] == [CONFIG.bash.tool()] and fields["temperature"] == 0.7
         assert fields["max_tokens"] == 8192 and "chat_template_kwargs" not in fields
-    assert [len(messages) for messages, _ in asked] == [2, 4, 7]
-    assert asked[2][0][2:] == list(trace.messages[:-1])
+    assert [len(messages) for messages, _ in requests] == [2, 4, 7]
+    assert requests[2][0][2:] == list(trace.messages[:-1])
 
 
 SCORES = [bash("echo 0.5 > score")]
@@ -110,7 +117,7 @@ FORGES = [bash("echo 1 > /logs/verifier/reward.txt")]
 TASK = TerminalTask(name="t", folder=None, instruction="Do it.\n")
 FEW = COUNTER.prompt(CONFIG.chat_task(TASK)) + 60
 LATE, FAILED = "the agent had no end within 4 s", "the policy's server failed: "
-# Name -> (what the model says, limits, the reward, how its trace ends, the error). All have 4 s for the task `short`.
+# Name -> (replies of the model, limits, reward, end of its trace, error). All have 4 s for the task `short`.
 CASES = {
     "no call": (["I cannot do that."], {}, 0.0, "answer", None),
     "nothing done": ([[bash("true")], "Done."], {}, 0.0, "answer", None),
@@ -123,7 +130,7 @@ CASES = {
     "unread": ([SCORES, TOO_LONG], {}, 0.5, "refused", "reads no more of it (the prompt has 99 tokens)"),
     "short command": ([SCORES, SLEEPS], {}, 0.5, "timeout", LATE),
     "short reply": ([SCORES, SILENT], {}, 0.5, "timeout", LATE),
-    # From here on the server fails.
+    # From this case on the server fails.
     "down": ([DOWN], {}, None, None, f"{FAILED}no engine answers"),
     "later down": ([SCORES, DOWN], {}, None, None, f"{FAILED}no engine answers"),
     "key": ([ApiError("the API key is wrong", 401)], {}, None, None, f"{FAILED}the API key is wrong"),
@@ -141,11 +148,11 @@ QUICK = ("done", "reward forged", "turns", "down", "gone")
 
 
 @pytest.fixture(scope="module")
-def attempted(tmp_path_factory, request):
-    """(result, trace or None) of each case by name."""
-    folder, names = tmp_path_factory.mktemp("tasks"), selected(request, "name")
-    usual = own(folder, test=SCORED)
-    short = own(
+def attempt_results(tmp_path_factory, request):
+    """Returns (result, trace or None) of each case by name."""
+    folder, names = tmp_path_factory.mktemp("tasks"), selected_values(request, "name")
+    usual = make_task(folder, test=SCORED)
+    short = make_task(
         folder, "short", test=SCORED, toml=TOML.replace("timeout_sec = 30.0", "timeout_sec = 4.0")
     )
 
@@ -165,25 +172,25 @@ def attempted(tmp_path_factory, request):
     with contextlib.ExitStack() as stack:
         replies = {name: CASES[name][0] for name in names}
         urls = {
-            name: stack.enter_context(ScriptedServer(own).running()) if own else NOWHERE
-            for name, own in replies.items()
+            name: stack.enter_context(ScriptedServer(script).running()) if script else NOWHERE
+            for name, script in replies.items()
         }
         return dict(zip(names, run(work(urls))))
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
-def test_what_an_attempt_is_worth(attempted, name):
-    """Its work as it is when a limit ends it; nothing is known of it when the server fails."""
-    result, trace = attempted[name]
+def test_rewards_attempt_by_its_end(attempt_results, name):
+    """A limit ends the work, which is then graded. After a server failure there is no reward."""
+    result, trace = attempt_results[name]
     _, _, reward, ended, error = CASES[name]
     assert result.reward == reward
     assert error in result.error if error else result.error is None
     assert (trace.ended if trace else None) == ended
 
 
-def test_a_sandbox_that_breaks_is_the_policys_doing_if_others_work(tmp_path, monkeypatch):
-    """Which is looked at each time: what worked once may work no more."""
-    started, folder, works = Sandbox.start, own(tmp_path, test=SCORED), True
+def test_broken_sandbox_scores_zero_if_others_work(tmp_path, monkeypatch):
+    """Checked each time, because the machine may fail later."""
+    started, folder, works = Sandbox.start, make_task(tmp_path, test=SCORED), True
 
     async def broken(*args, **options):
         monkeypatch.setattr(Sandbox, "start", started if works else failing)
@@ -205,10 +212,10 @@ def test_a_sandbox_that_breaks_is_the_policys_doing_if_others_work(tmp_path, mon
         (first, trace), (second, _) = run(work(url))
     assert (first.reward, first.error) == (0.0, "its first process has ended")
     assert (second.reward, second.error) == (None, "no process is left")
-    assert trace.ended == "broken" and len(server.scripted.asked) == 2
+    assert trace.ended == "broken" and len(server.scripted.requests) == 2
 
 
-def test_old_results_are_left_out_where_that_is_asked_for():
+def test_omits_old_results_by_config():
     config = dataclasses.replace(CONFIG, context=ContextConfig(1, None), thinking=False)
     client, traces = Scripted([[bash("echo a")], [bash("echo b")], "Done."]), []
 
@@ -219,17 +226,20 @@ def test_old_results_are_left_out_where_that_is_asked_for():
             return await policy.run(TASK, Shell(box, "root", "/app", 60.0))
 
     assert run(work()) is None
-    seen = [[m["content"] for m in sent if m["role"] == "tool"] for sent, _ in client.asked]
+    seen = [[m["content"] for m in sent if m["role"] == "tool"] for sent, _ in client.requests]
     a, b = (message["content"] for message in traces[0].messages if message["role"] == "tool")
     assert seen == [[], [a], [OMITTED, b]] and a == "a\n[exit code 0]"
-    assert {own["chat_template_kwargs"]["enable_thinking"] for _, own in client.asked} == {False}
+    assert {
+        request_fields["chat_template_kwargs"]["enable_thinking"]
+        for _, request_fields in client.requests
+    } == {False}
 
 
 # -- the tool --------------------------------------------------------------------------------------------
 
 
-def told(*calls, config=BashConfig(), side_by_side=False):
-    """What is answered to calls in one sandbox, given as arguments."""
+def run_calls(*calls, config=BashConfig(), side_by_side=False):
+    """Returns the results of calls in one sandbox, given as arguments."""
 
     async def work():
         async with Sandbox(SandboxConfig(timeout_s=20.0)) as box:
@@ -241,7 +251,7 @@ def told(*calls, config=BashConfig(), side_by_side=False):
     return run(work())
 
 
-def test_what_a_command_did_is_told():
+def test_reports_output_and_exit_code():
     commands = {
         "echo out; echo err >&2; echo out": "out\nerr\nout\n[exit code 0]",
         "exit 3": "[exit code 3]",
@@ -257,27 +267,27 @@ def test_what_a_command_did_is_told():
         "pwd; mkdir /app": "/\n[exit code 0]",
         "pwd": "/app\n[exit code 0]",
     }
-    found = told(*({"command": command} for command in commands))
-    assert dict(zip(commands, found)) == commands
+    results = run_calls(*({"command": command} for command in commands))
+    assert dict(zip(commands, results)) == commands
 
 
-def test_what_runs_on_and_what_is_ended():
+def test_ends_only_commands_over_their_time():
     calls = (
         {"command": "sleep 1005 & echo on"},
         {"command": "echo begun; sleep 1006", "timeout_sec": 0.5},
         {"command": "pgrep -fc 'sleep 100[5]'; pgrep -fc 'sleep 100[6]'"},
     )
-    on, late, left = told(*calls)
+    on, late, left = run_calls(*calls)
     assert on == "on\n[exit code 0]"
     assert late == "begun\n[no end within 0.5 s, so it was ended]"
     assert left == "1\n0\n[exit code 1]"
-    [late] = told({"command": "sleep 60"}, config=BashConfig(timeout_s=0.2))
+    [late] = run_calls({"command": "sleep 60"}, config=BashConfig(timeout_s=0.2))
     assert late == "[no end within 0.2 s, so it was ended]"
 
 
-def test_of_much_that_is_printed_the_beginning_and_the_end():
+def test_shortens_long_output_of_command():
     calls = ({"command": f"seq 1 {count}; echo END"} for count in (9, 999, 999_999))
-    little, some, much = told(*calls, config=BashConfig(max_characters=60))
+    little, some, much = run_calls(*calls, config=BashConfig(max_characters=60))
     lines = [str(i) for i in range(1, 100)]
     head = "\n".join(lines)[:30]
     assert little == "\n".join([*lines[:9], "END", "[exit code 0]"])
@@ -289,12 +299,12 @@ def test_of_much_that_is_printed_the_beginning_and_the_end():
     assert much == f"{head}\n[...]\n{tail}\nEND\n[exit code 0]"
 
 
-def test_calls_of_one_reply_go_one_after_the_other():
+def test_runs_calls_of_one_reply_in_order():
     calls = (
         {"command": f"sleep {pause}; cat file; echo {pause} >> file"} for pause in (0.3, 0.1, 0)
     )
-    found = told(*calls, {"command": "cat file"}, side_by_side=True)
-    assert found[-1] == "0.3\n0.1\n0\n[exit code 0]" and found[1] == "0.3\n[exit code 0]"
+    results = run_calls(*calls, {"command": "cat file"}, side_by_side=True)
+    assert results[-1] == "0.3\n0.1\n0\n[exit code 0]" and results[1] == "0.3\n[exit code 0]"
 
 
 @pytest.mark.parametrize(
@@ -314,19 +324,19 @@ def test_calls_of_one_reply_go_one_after_the_other():
         ({"command": "true", "timeout_sec": float("nan")}, "timeout_sec is no number"),
     ],
 )
-def test_what_is_no_command_is_answered(arguments, words):
-    [found] = told(arguments)
-    assert found.startswith("Error: ") and words in found
+def test_answers_invalid_command_with_error(arguments, words):
+    [result] = run_calls(arguments)
+    assert result.startswith("Error: ") and words in result
 
 
-def test_the_longest_command_runs():
-    [found] = told(
+def test_runs_command_of_maximum_length():
+    [result] = run_calls(
         {"command": "echo " + "x" * (MAX_COMMAND_BYTES - 5)}, config=BashConfig(max_characters=4)
     )
-    assert found == "xx\n[...]\nxx\n[exit code 0]"
+    assert result == "xx\n[...]\nxx\n[exit code 0]"
 
 
-def test_a_sandbox_that_fails_raises():
+def test_failed_sandbox_raises_tool_error():
     async def work():
         tool = Bash(Shell(Sandbox(), "root", "/app", 60.0), BashConfig())
         with pytest.raises(ToolError, match="SandboxError: the sandbox does not run") as caught:
@@ -350,6 +360,6 @@ def test_a_sandbox_that_fails_raises():
         ),
     ],
 )
-def test_limits_out_of_range_are_refused(make, words):
+def test_rejects_limits_out_of_range(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -1,4 +1,4 @@
-"""Terminal tasks as a task service, asked as the orchestrator asks it: rewards, what is masked, and what is trained on."""
+"""Terminal tasks as a task service, called as by the orchestrator: rewards, masks, and trained records."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from glm5_jax.rl.orchestrator.server import Orchestrator
 from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import ScriptedServer
-from tests.envs.terminal.folders import TOML, needs_root, own, shipped
+from tests.envs.terminal.folders import TOML, make_task, needs_root, write_shipped
 from tests.rl.fleet import Engine, gateway, orchestrator_config, rollout, service_config
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
@@ -31,7 +31,7 @@ def service_of(tasks, held_out=(), orchestrator=NOWHERE, policy=CONFIG, **option
     )
 
 
-# What is asked of whom, the reward, a part of its error, and of its metrics.
+# Replies, held out, reward, a part of its error, and of its metrics.
 CASES = {
     "solved": ([[WRITES], "Done."], False, 1.0, "", "ended_answer"),
     "nothing": (["Done."], False, 0.0, "", "ended_answer"),
@@ -49,38 +49,44 @@ CASES = {
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_rollouts_are_worth_what_an_evaluation_says(tmp_path):
-    tasks = [shipped("hello-file", tmp_path)]
-    held_out = [own(tmp_path, "parts", test=PARTS), own(tmp_path, "built", dockerfile=BUILDS)]
-    found = {}
+def test_rollouts_have_rewards_of_evaluation(tmp_path):
+    tasks = [write_shipped("hello-file", tmp_path)]
+    held_out = [
+        make_task(tmp_path, "parts", test=PARTS),
+        make_task(tmp_path, "built", dockerfile=BUILDS),
+    ]
+    outcomes = {}
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(service_of(tasks, held_out).running())
         for number, (name, (replies, other, *_)) in enumerate(CASES.items()):
             model = ScriptedServer(replies)
             base_url = stack.enter_context(model.running()) + f"/sessions/{number}"
             place = {"number": 0, "rollout_id": name, "held_out": other, "base_url": base_url}
-            found[name] = rollout(url, **place), model
+            outcomes[name] = rollout(url, **place), model
         fails = rollout(url, 1, held_out=True, base_url=base_url)
         gone = rollout(url, 2, base_url=NOWHERE)
     for name, (_, _, reward, error, metric) in CASES.items():
-        said, model = found[name]
-        assert said["reward"]["value"] == reward and error in said["reward"]["error"], (name, said)
-        assert bool(said["reward"]["error"]) == bool(error)
-        assert (metric in said["metrics"]) == (metric is not None)
+        outcome, model = outcomes[name]
+        assert outcome["reward"]["value"] == reward and error in outcome["reward"]["error"], (
+            name,
+            outcome,
+        )
+        assert bool(outcome["reward"]["error"]) == bool(error)
+        assert (metric in outcome["metrics"]) == (metric is not None)
         assert set(model.paths) == {f"/sessions/{list(CASES).index(name)}/v1/chat/completions"}
-        # The gateway says how to sample.
-        assert all("temperature" not in fields for _, fields in model.scripted.asked)
-    roles = [message["role"] for message in found["solved"][0]["messages"]]
+        # The gateway sets the sampling options.
+        assert all("temperature" not in fields for _, fields in model.scripted.requests)
+    roles = [message["role"] for message in outcomes["solved"][0]["messages"]]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
-    assert found["solved"][0]["metrics"]["replies"] == 2
-    assert found["parts"][0]["reward"]["parts"] == {"reward": 0.5, "speed": 2.0}
-    assert [said["reward"]["value"] for said in (fails, gone)] == [None, None]
+    assert outcomes["solved"][0]["metrics"]["replies"] == 2
+    assert outcomes["parts"][0]["reward"]["parts"] == {"reward": 0.5, "speed": 2.0}
+    assert [outcome["reward"]["value"] for outcome in (fails, gone)] == [None, None]
     assert "image nginx:1.25 is not on this machine" in fails["reward"]["error"]
     assert "no server answers" in gone["reward"]["error"]
 
 
 class Shellful(Engine):
-    """Runs a command that solves the task or, as is drawn, does not; then it is done."""
+    """Engine that runs a command which solves the task or, by chance, does not; then it stops."""
 
     def reply(self, prompt, draw):
         text = "</think>Done.<|user|>"
@@ -92,9 +98,9 @@ class Shellful(Engine):
 
 
 @pytest.mark.slow
-def test_its_rollouts_are_trained_on_as_the_gateway_kept_them(tmp_path):
+def test_records_of_terminal_tasks_equal_those_of_gateway(tmp_path):
     """With an orchestrator, the real gateway, and an engine that writes tokens of calls."""
-    task = own(tmp_path, test="cat /app/score > /logs/verifier/reward.txt")
+    task = make_task(tmp_path, test="cat /app/score > /logs/verifier/reward.txt")
     with contextlib.ExitStack() as stack:
         gate = stack.enter_context(gateway(stack.enter_context(Shellful().running())))
         config = orchestrator_config(gate, batch_groups=2, max_running=4)
@@ -107,24 +113,27 @@ def test_its_rollouts_are_trained_on_as_the_gateway_kept_them(tmp_path):
     assert {member.reward.value for member in members} == {0.0, 1.0}
     for member in members:
         [record] = member.records
-        learnt = TOKENIZER.decode(record.token_ids[record.loss_mask > 0].tolist())
+        trained_text = TOKENIZER.decode(record.token_ids[record.loss_mask > 0].tolist())
         score = f"{member.reward.value:g}"
-        assert learnt.startswith(f"I write {score}.</think><tool_call>bash") and "Done." in learnt
+        assert (
+            trained_text.startswith(f"I write {score}.</think><tool_call>bash")
+            and "Done." in trained_text
+        )
         everything = TOKENIZER.decode(record.token_ids.tolist())
         assert "<tool_response>[exit code 0]</tool_response>" in everything
-        assert "[exit code 0]" not in learnt and "Do it." in everything
+        assert "[exit code 0]" not in trained_text and "Do it." in everything
 
 
-def test_tasks_of_a_folder_are_learnt_from_or_held_out(tmp_path):
+def test_splits_tasks_of_folder(tmp_path):
     for number in range(20):
-        own(tmp_path, f"task-{number:02}", **{"instruction.md": f"Do {number}.\n"})
+        make_task(tmp_path, f"task-{number:02}", **{"instruction.md": f"Do {number}.\n"})
     tasks, held_out = load_tasks(tmp_path, 0.3)
     names = [task.name for task in (*tasks, *held_out)]
     assert sorted(names) == [f"task-{number:02}" for number in range(20)]
     assert 0 < len(held_out) < 15 and held_out == load_tasks(tmp_path, 0.3)[1]
     assert all(task in load_tasks(tmp_path, 0.6)[1] for task in held_out)
     assert load_tasks(tmp_path)[1] == []
-    own(tmp_path, "wrong", toml="[[steps]]\n")
+    make_task(tmp_path, "wrong", toml="[[steps]]\n")
     with pytest.raises(TaskError, match="task wrong: steps"):
         load_tasks(tmp_path)
 
@@ -142,12 +151,14 @@ def test_tasks_of_a_folder_are_learnt_from_or_held_out(tmp_path):
         ),
     ],
 )
-def test_limits_that_leave_no_room_are_refused(tmp_path, options, words):
+def test_rejects_limits_without_time_for_grading(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
-        service_of([own(tmp_path, toml=TOML)], **options)
+        service_of([make_task(tmp_path, toml=TOML)], **options)
     with pytest.raises(ValueError, match="0 tasks"):
         service_of([])
-    # With less time for the policy the same rollouts end in time.
+    # With less time for the policy, the same rollouts end in time.
     service_of(
-        [own(tmp_path, toml=TOML)], rollout_timeout_s=670.0, policy=AttemptConfig(timeout_s=5.0)
+        [make_task(tmp_path, toml=TOML)],
+        rollout_timeout_s=670.0,
+        policy=AttemptConfig(timeout_s=5.0),
     )

@@ -1,9 +1,9 @@
-"""Task folders are read as Harbor reads them; what they ask for in vain is refused by name."""
+"""Task folders, read as Harbor reads them; unsupported fields are refused by name."""
 
 import pytest
 
 from glm5_jax.envs.terminal import TaskError, TaskLimits, find_tasks, load_task
-from tests.envs.terminal.folders import SHIPPED, TOML, own, shipped
+from tests.envs.terminal.folders import SHIPPED, TOML, make_task, write_shipped
 
 OLD = """
 version = "1.0"
@@ -30,8 +30,8 @@ mcp_servers = []
 """
 
 
-def test_fields_old_and_new(tmp_path):
-    folder = own(tmp_path, toml=OLD)
+def test_reads_old_and_new_fields(tmp_path):
+    folder = make_task(tmp_path, toml=OLD)
     task = load_task(folder)
     assert (task.name, task.folder, task.instruction) == ("own", folder, "Do it.\n")
     assert (task.agent_timeout_s, task.verifier_timeout_s, task.build_timeout_s) == (
@@ -43,10 +43,12 @@ def test_fields_old_and_new(tmp_path):
     assert task.verifier_env == {"A": "7", "B": "x"} and task.solution_env == {"KEY": "1"}
     assert (task.user, task.workdir, task.docker_image) == ("1000", "/srv/work", "debian:12")
     new = load_task(
-        own(tmp_path, "new", toml='schema_version = "1.4"\n[environment]\nmemory_mb = 64\n')
+        make_task(tmp_path, "new", toml='schema_version = "1.4"\n[environment]\nmemory_mb = 64\n')
     )
     assert (new.memory_bytes, new.disk_bytes, new.agent_timeout_s) == (64 << 20, 10 << 30, 600.0)
-    both = load_task(own(tmp_path, "both", toml='[environment]\nmemory = "1G"\nmemory_mb = 1024\n'))
+    both = load_task(
+        make_task(tmp_path, "both", toml='[environment]\nmemory = "1G"\nmemory_mb = 1024\n')
+    )
     assert both.memory_bytes == 1 << 30
 
 
@@ -92,9 +94,9 @@ def test_fields_old_and_new(tmp_path):
         ("[environment.env]\nA = 3", "environment.env = {'A': 3}: it must be a table of texts"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_the_task_and_the_field(tmp_path, text, message):
+def test_names_task_and_refused_field(tmp_path, text, message):
     with pytest.raises(TaskError) as error:
-        load_task(own(tmp_path, toml=text))
+        load_task(make_task(tmp_path, toml=text))
     assert str(error.value).startswith("task own: ") and message in str(error.value)
 
 
@@ -113,26 +115,26 @@ timeout_sec = 7
 
 
 def test_reads_environment_of_tests(tmp_path):
-    task = load_task(own(tmp_path, toml=VERIFIER, **{"tests/Dockerfile": "FROM debian:12\n"}))
+    task = load_task(make_task(tmp_path, toml=VERIFIER, **{"tests/Dockerfile": "FROM debian:12\n"}))
     assert task.verifier.dockerfile == task.folder / "tests/Dockerfile"
     assert (task.verifier.cpus, task.verifier.env, task.verifier.docker_image) == (2.0, {"A": "1"}, None)  # fmt: skip
     assert (task.health_check.command, task.health_check.interval_s) == ("test -e /ready", 0.0)
     assert task.health_check.retries == 3 and task.solution_timeout_s == 7.0
-    # A section of its own has the defaults for what it does not set.
+    # A separate section has the defaults of the fields that it does not set.
     own_section = VERIFIER + '[verifier.environment]\ncpus = 0.5\ndocker_image = "debian:12"\n'
-    verifier = load_task(own(tmp_path, "two", toml=own_section)).verifier
+    verifier = load_task(make_task(tmp_path, "two", toml=own_section)).verifier
     assert (verifier.cpus, verifier.memory_bytes, verifier.env) == (0.5, 2 << 30, {})
     assert (verifier.context, verifier.docker_image) == ("tests", "debian:12")
-    # Without an image in it, the tests run in the agent's.
-    verifier = load_task(own(tmp_path, "three", toml=VERIFIER + "[verifier.environment]\ncpus = 1\n")).verifier  # fmt: skip
+    # Without an image in the section, the tests run in the agent's image.
+    verifier = load_task(make_task(tmp_path, "three", toml=VERIFIER + "[verifier.environment]\ncpus = 1\n")).verifier  # fmt: skip
     assert (verifier.context, verifier.cpus) == ("environment", 1.0)
     with pytest.raises(TaskError, match="tests/Dockerfile and verifier.environment.docker_image"):
-        load_task(own(tmp_path, "four", toml=own_section, **{"tests/Dockerfile": "FROM debian:12\n"}))  # fmt: skip
+        load_task(make_task(tmp_path, "four", toml=own_section, **{"tests/Dockerfile": "FROM debian:12\n"}))  # fmt: skip
 
 
-def test_checks_limits_of_the_environment_of_tests(tmp_path):
+def test_checks_limits_of_test_environment(tmp_path):
     text = VERIFIER + "[verifier.environment]\nmemory_mb = 4096\n"
-    task = load_task(own(tmp_path, toml=text))
+    task = load_task(make_task(tmp_path, toml=text))
     with pytest.raises(TaskError, match="it asks for memory_bytes="):
         TaskLimits(memory_bytes=1 << 30).check(task)
 
@@ -149,9 +151,9 @@ def test_checks_limits_of_the_environment_of_tests(tmp_path):
         ("steps/one/instruction.md", "steps: tasks of several steps"),
     ],
 )
-def test_files_that_are_refused(tmp_path, path, message):
+def test_refuses_unsupported_files(tmp_path, path, message):
     with pytest.raises(TaskError, match=f"task own: {message}"):
-        load_task(own(tmp_path, **{path: ""}))
+        load_task(make_task(tmp_path, **{path: ""}))
 
 
 @pytest.mark.parametrize(
@@ -163,20 +165,20 @@ def test_files_that_are_refused(tmp_path, path, message):
         ("environment/Dockerfile", "it has neither environment/Dockerfile nor environment.docker_image"),
     ],
 )  # fmt: skip
-def test_files_that_are_missing(tmp_path, path, message):
-    (own(tmp_path) / path).unlink()
+def test_names_missing_files(tmp_path, path, message):
+    (make_task(tmp_path) / path).unlink()
     with pytest.raises(TaskError, match=f"task own: {message}"):
         load_task(tmp_path / "own")
 
 
-def test_folders_of_tasks(tmp_path):
+def test_finds_folders_of_tasks(tmp_path):
     with pytest.raises(TaskError, match="no folder"):
         find_tasks(tmp_path / "none")
     (tmp_path / "other").mkdir()
     with pytest.raises(TaskError, match="none of its folders has a task.toml"):
         find_tasks(tmp_path)
     for name in SHIPPED:
-        shipped(name, tmp_path)
+        write_shipped(name, tmp_path)
     assert [path.name for path in find_tasks(tmp_path)] == SHIPPED
     assert find_tasks(tmp_path / SHIPPED[0]) == [tmp_path / SHIPPED[0]]
     assert TOML

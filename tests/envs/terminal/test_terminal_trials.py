@@ -1,4 +1,4 @@
-"""Trials: solutions score 1 and nothing scores 0; no cheat scores, whatever it plants, and errors are told apart."""
+"""Trials: solutions score 1, doing nothing scores 0, no cheat scores, and errors have their cause."""
 
 import asyncio
 import pathlib
@@ -11,12 +11,12 @@ from tests.envs.terminal.folders import (
     ORDINARY,
     SHIPPED,
     Text,
+    make_task,
     needs_root,
-    own,
-    selected,
-    shipped,
+    selected_values,
     shipped_cheats,
     slow_but,
+    write_shipped,
 )
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
@@ -27,20 +27,20 @@ for p, t in (("/logs/verifier/reward.txt", "1"), ("/logs/verifier/reward.json", 
     except OSError:
         pass
 """
-# A module that the tests of an ordinary task import into their own process.
+# A module that the tests of an ordinary task import into their process.
 DOUBLED = "import sys\nsys.path.insert(0, '/app')\nfrom doubled import double\n\n\n"
 DOUBLED += "def test_double():\n    assert double(4) == 8\n\n\ndef test_none():\n    assert double(0) == 0\n"
 
 
-def planted(text: str, path: str = "/app/doubled.py") -> str:
+def plant_file(text: str, path: str = "/app/doubled.py") -> str:
     return f"cat > {path} <<'PY'\n{text}\nPY\n"
 
 
 def todo(text: str) -> str:
-    return planted(text, "/app/todo.py")
+    return plant_file(text, "/app/todo.py")
 
 
-# Name -> (task, what the agent runs).
+# Name -> (task, script of the agent).
 CHEATS = shipped_cheats() | {
     "more planted modules": (
         "log-levels",
@@ -70,7 +70,7 @@ CHEATS = shipped_cheats() | {
         "hello-file",
         "head -c 50M /dev/zero | tr '\\0' 1 > /logs/verifier/reward.txt",
     ),
-    "tests made beforehand": (
+    "tests planted beforehand": (
         "hello-file",
         "mkdir -p /tests; printf '#!/bin/bash\\necho 1 > /logs/verifier/reward.txt\\n' > /tests/test.sh; "
         "chmod 755 /tests/test.sh; chattr +i /tests/test.sh",
@@ -103,7 +103,7 @@ CHEATS = shipped_cheats() | {
             "    except OSError:\n        pass"
         ),
     ),
-    "a program that writes into its tests": (
+    "a program that changes its tests": (
         "todo-cli",
         todo(
             "import os\nfor pid in (p for p in os.listdir('/proc') if p.isdigit() and int(p) != os.getpid()):\n"
@@ -136,10 +136,10 @@ CHEATS = shipped_cheats() | {
         "direct",
         "printf 'all:\\n\\techo 1 > /logs/verifier/reward.json\\n' > Makefile",
     ),
-    "a script that forges": ("direct", planted(FORGE, "/app/answer.py")),
+    "a script that forges": ("direct", plant_file(FORGE, "/app/answer.py")),
     "a program that reads its tests": (
         "direct",
-        planted("print(open('/tests/key').read())", "/app/answer.py"),
+        plant_file("print(open('/tests/key').read())", "/app/answer.py"),
     ),
     "a shell script that forges": (
         "direct",
@@ -147,52 +147,56 @@ CHEATS = shipped_cheats() | {
     ),
     "a module that forges": (
         "direct",
-        "mkdir answer; " + planted(FORGE, "/app/answer/__main__.py"),
+        "mkdir answer; " + plant_file(FORGE, "/app/answer/__main__.py"),
     ),
-    "forged by a child": ("scored", planted(FORGE, "/app/answer.py")),
-    "imported and gone": ("ordinary", planted(f"import os\n{FORGE}\nos._exit(0)")),
+    "forged by a child": ("scored", plant_file(FORGE, "/app/answer.py")),
+    "imported and gone": ("ordinary", plant_file(f"import os\n{FORGE}\nos._exit(0)")),
     "gone at the end": (
         "ordinary",
-        planted("import atexit, os\natexit.register(os._exit, 0)\ndef double(x): return 1"),
+        plant_file("import atexit, os\natexit.register(os._exit, 0)\ndef double(x): return 1"),
     ),
-    "gone when called": ("ordinary", planted("import os\ndef double(x): os._exit(0)")),
-    "ends as if passed": ("ordinary", planted("import sys\nsys.exit(0)")),
+    "gone when called": ("ordinary", plant_file("import os\ndef double(x): os._exit(0)")),
+    "ends as if passed": ("ordinary", plant_file("import sys\nsys.exit(0)")),
     "forges when called": (
         "ordinary",
-        planted("import os\ndef double(x):\n" + FORGE.replace("\n", "\n    ") + "\n    return 1"),
+        plant_file(
+            "import os\ndef double(x):\n" + FORGE.replace("\n", "\n    ") + "\n    return 1"
+        ),
     ),
     "becomes root when imported": (
         "ordinary",
-        planted(f"import os\nos.setresuid(0, 0, 0)\nos.setresgid(0, 0, 0)\n{FORGE}\nos._exit(0)"),
+        plant_file(
+            f"import os\nos.setresuid(0, 0, 0)\nos.setresgid(0, 0, 0)\n{FORGE}\nos._exit(0)"
+        ),
     ),
-    "writes what root runs": (
+    "replaces files that root runs": (
         "ordinary",
-        planted(
+        plant_file(
             "import os\nfor p in ('/root/.bashrc', '/etc/ld.so.preload', '/tests/test.sh', '/grader/bin/pytest', "
             "'/grader/missing/x'):\n    try:\n        open(p, 'w').write('echo 1 > /logs/verifier/reward.txt')\n"
             "    except OSError:\n        pass\ndef double(x): return 1"
         ),
     ),
-    "stops the one who watches": (
+    "stops its supervisor": (
         "ordinary",
-        planted("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos._exit(0)"),
+        plant_file("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos._exit(0)"),
     ),
     "leaves a daemon when imported": (
         "ordinary",
-        planted(
+        plant_file(
             "import os, time\nif os.fork() == 0:\n    end = time.time() + 5\n    while time.time() < end:\n"
             + FORGE.replace("\n", "\n        ")
             + "\n        time.sleep(0.01)\n    os._exit(0)\ndef double(x): return 1"
         ),
     ),
-    "skips its tests": ("ordinary", planted("import pytest\npytest.exit('done', returncode=0)")),
+    "skips its tests": ("ordinary", plant_file("import pytest\npytest.exit('done', returncode=0)")),
 }
-# One for each wall that is between an attempt and its reward; the others are slow tests.
+# One for each barrier between an attempt and its reward; the others are slow tests.
 WALLS = (
     *shipped_cheats(),
     "poisoned python in each place",
     "settings of shells",
-    "tests made beforehand",
+    "tests planted beforehand",
     "settings of git",
     "a program that forges",
     "git that forges",
@@ -203,11 +207,11 @@ WALLS = (
     "gone when called",
     "becomes root when imported",
 )
-QUICK = ("tests made beforehand", "a script that forges", "imported and gone")
+QUICK = ("tests planted beforehand", "a script that forges", "imported and gone")
 SOLVED = "cat > /app/doubled.py <<'PY'\ndef double(x): return 2 * x\nPY\n"
 
 
-# Where tests are started by a shell, and by a program that writes the reward itself.
+# Tests started by a shell, and by a program that writes the reward.
 DIRECT = """#!/bin/bash
 git -c safe.directory='*' status
 make
@@ -225,17 +229,17 @@ ANSWER = "echo 'print(42)' > /app/answer.py\n"
 
 
 def ordinary(folder: pathlib.Path) -> pathlib.Path:
-    return own(folder, "ordinary", test=ORDINARY, tests=DOUBLED, solve=SOLVED)
+    return make_task(folder, "ordinary", test=ORDINARY, tests=DOUBLED, solve=SOLVED)
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Task folders by name."""
+    """Returns task folders by name."""
     folder = tmp_path_factory.mktemp("tasks")
-    return {name: shipped(name, folder) for name in SHIPPED} | {
+    return {name: write_shipped(name, folder) for name in SHIPPED} | {
         "ordinary": ordinary(folder),
-        "direct": own(folder, "direct", test=DIRECT, solve=ANSWER, **{"tests/key": "42\n"}),
-        "scored": own(
+        "direct": make_task(folder, "direct", test=DIRECT, solve=ANSWER, **{"tests/key": "42\n"}),
+        "scored": make_task(
             folder,
             "scored",
             test="python3 /tests/score.py",
@@ -246,7 +250,7 @@ def tasks(tmp_path_factory):
 
 
 async def all_results(tasks, attempts):
-    """The results of attempts {name: (task, agent)}, three at a time."""
+    """Returns the results of attempts {name: (task, agent)}, three at a time."""
     places = asyncio.Semaphore(3)
 
     async def one(trials, task, agent):
@@ -259,13 +263,13 @@ async def all_results(tasks, attempts):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_solutions_score_and_nothing_does_not(tasks):
+def test_only_solutions_score(tasks):
     check_solutions(tasks, ["ordinary"])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-def test_all_solutions_score_and_nothing_does_not(tasks):
+def test_only_solutions_of_all_tasks_score(tasks):
     check_solutions(tasks, tasks)
 
 
@@ -279,19 +283,19 @@ def check_solutions(tasks, names):
 
 
 @pytest.fixture(scope="module")
-def cheated(tasks, request):
-    """The results of cheats by name."""
-    attempts = {n: (CHEATS[n][0], Text(CHEATS[n][1])) for n in selected(request, "cheat")}
+def cheat_results(tasks, request):
+    """Returns the results of cheats by name."""
+    attempts = {n: (CHEATS[n][0], Text(CHEATS[n][1])) for n in selected_values(request, "cheat")}
     return run(all_results(tasks, attempts))
 
 
 @pytest.mark.parametrize("cheat", slow_but(QUICK, sorted(WALLS)))
-def test_cheats_score_nothing(cheated, cheat):
-    assert cheated[cheat].reward == 0.0, cheated[cheat]
+def test_cheats_score_zero(cheat_results, cheat):
+    assert cheat_results[cheat].reward == 0.0, cheat_results[cheat]
 
 
 @pytest.mark.slow
-def test_everything_twice_is_the_same_twice(tasks):
+def test_second_run_gives_same_rewards(tasks):
     """Acceptance check 27 of the specification: solutions 1, nothing 0, all cheats 0."""
     attempts = {("cheat", name): (task, Text(text)) for name, (task, text) in CHEATS.items()}
     for name in tasks:

@@ -1,10 +1,10 @@
-"""Right work outside of the work folder: graded in shared mode, brought over as an artifact, or named in the result."""
+"""Work outside of the work folder: graded in shared mode, copied as an artifact, or named in the result."""
 
 import pytest
 
 from glm5_jax.envs.terminal import Nop, TrialRunner, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import TOML, Text, needs_root, own, tried
+from tests.envs.terminal.folders import TOML, Text, make_task, needs_root, run_trial
 
 pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), needs_root]
 SHARED = TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "shared"')
@@ -15,8 +15,8 @@ IN_TMP = PASS.format('[ "$(cat /tmp/solution.txt)" = 4 ]')
 
 
 def attempt(folder, script, **files):
-    """What came of a script as the agent."""
-    return run(tried(own(folder, **files), Text(script)))
+    """Returns the result of a script as the agent."""
+    return run(run_trial(make_task(folder, **files), Text(script)))
 
 
 def test_names_changes_that_are_not_graded(tmp_path):
@@ -28,19 +28,19 @@ def test_names_changes_that_are_not_graded(tmp_path):
 
 
 def test_names_programs_left_running(tmp_path):
-    """A server, and a program that has ended and nobody has waited for."""
+    """A server, and a zombie process."""
     script = "cp /bin/sleep server; setsid ./server 60 > /dev/null 2>&1 & setsid sh -c 'true & exec sleep 60' > /dev/null 2>&1 &"
     result = attempt(tmp_path, script, test=PASS.format("grep -qs server /proc/[0-9]*/comm"))
     assert (result.reward, result.error) == (0.0, "left running, not graded: server, sleep")
 
 
-def test_names_no_changes_where_nothing_is_lost(tmp_path):
+def test_names_no_changes_if_none_is_lost(tmp_path):
     ok = PASS.format("[ -e done ]")
     assert attempt(tmp_path, "touch done /tmp/x ~/.cache; sleep 60 &", test=ok).error is None
 
 
 def test_grades_shared_task_in_sandbox_of_agent(tmp_path):
-    """A file in /tmp, a folder of its own, and a process that the agent left running."""
+    """A file in /tmp, a new folder, and a process that the agent left running."""
     script = (
         "echo 4 > /tmp/solution.txt; mkdir /data; echo 5 > /data/out; "
         "(while sleep 0.05; do cat /data/out > /data/served; done) > /dev/null 2>&1 &"
@@ -51,7 +51,7 @@ def test_grades_shared_task_in_sandbox_of_agent(tmp_path):
     )
 
     async def both():
-        task = load_task(own(tmp_path, toml=SHARED, test=test, dockerfile="FROM debian\n"))
+        task = load_task(make_task(tmp_path, toml=SHARED, test=test, dockerfile="FROM debian\n"))
         async with TrialRunner() as trials:
             return await trials.run(task, Text(script)), await trials.run(task, Nop())
 
@@ -70,7 +70,7 @@ def test_runs_pytest_of_shared_task(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workdir", ["/", "/tmp", "/solution"])
-def test_lets_shared_task_work_in_any_folder(tmp_path, workdir):
+def test_shared_task_may_work_in_any_folder(tmp_path, workdir):
     dockerfile = f"FROM debian\nWORKDIR {workdir}\n"
     result = attempt(
         tmp_path,
@@ -82,7 +82,7 @@ def test_lets_shared_task_work_in_any_folder(tmp_path, workdir):
     assert (result.reward, result.error) == (1.0, None)
 
 
-def test_brings_artifacts_of_agent_over(tmp_path):
+def test_copies_artifacts_of_agent(tmp_path):
     test = PASS.format('[ "$(cat /logs/artifacts/a/b)" = 4 ] && [ ! -e /logs/agent/x ]')
     result = attempt(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Tests with an image of their own: they see the artifacts and nothing else; and health checks of environments."""
+"""Tests with a separate image see only the artifacts; health checks of environments."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from glm5_jax.envs.terminal.health import wait_until_healthy
 from glm5_jax.envs.terminal.image import ImageError
 from glm5_jax.envs.terminal.task import HealthCheck
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import PYTEST, needs_root, own
+from tests.envs.terminal.folders import PYTEST, make_task, needs_root
 
 TOML = """
 schema_version = "1.4"
@@ -44,7 +44,7 @@ SOLVE = "mkdir -p /app/out; echo done > /app/out/answer; echo x > /app/other\n"
 
 
 class Steps:
-    """A sandbox whose commands end with these codes."""
+    """Sandbox whose commands exit with these codes."""
 
     def __init__(self, *codes: int):
         self.codes = list(codes)
@@ -54,7 +54,7 @@ class Steps:
 
 
 def wait(check: HealthCheck, *codes: int) -> list[float]:
-    """The times that it waits between checks, with a clock that they move."""
+    """Returns the waits between checks, with a fake clock."""
     times: list[float] = []
 
     async def sleep(seconds):
@@ -64,7 +64,7 @@ def wait(check: HealthCheck, *codes: int) -> list[float]:
     return times
 
 
-def test_waits_until_the_check_succeeds():
+def test_waits_until_check_succeeds():
     assert wait(HealthCheck(command="x"), 0) == []
     assert wait(HealthCheck(command="x", interval_s=2.0), 1, 1, 0) == [2.0, 2.0]
 
@@ -74,7 +74,7 @@ def test_fails_after_all_retries():
         wait(HealthCheck(command="x"), 1, 1, 7)
 
 
-def test_does_not_count_failures_at_the_start():
+def test_ignores_failures_in_start_period():
     check = HealthCheck(command="x", start_period_s=4.0, start_interval_s=1.0, interval_s=9.0, retries=1)  # fmt: skip
     assert wait(check, 1, 1, 1, 1, 0) == [1.0] * 4
     with pytest.raises(ImageError, match="failed 1 times"):
@@ -83,9 +83,9 @@ def test_does_not_count_failures_at_the_start():
 
 @needs_root
 @pytest.mark.usefixtures("isolation")
-def test_grades_artifacts_in_the_image_of_the_tests(tmp_path):
+def test_grades_artifacts_in_image_of_tests(tmp_path):
     files = {"toml": TOML, "dockerfile": IMAGE, "tests/Dockerfile": VERIFIER}
-    task = load_task(own(tmp_path, test=PYTEST, tests=TESTS, solve=SOLVE, **files))
+    task = load_task(make_task(tmp_path, test=PYTEST, tests=TESTS, solve=SOLVE, **files))
 
     async def results():
         async with TrialRunner() as trials:
@@ -99,7 +99,7 @@ def test_grades_artifacts_in_the_image_of_the_tests(tmp_path):
 @needs_root
 @pytest.mark.usefixtures("isolation")
 def test_gives_no_reward_without_health(tmp_path):
-    task = load_task(own(tmp_path, toml=TOML, test=PYTEST, tests=TESTS, solve=SOLVE))
+    task = load_task(make_task(tmp_path, toml=TOML, test=PYTEST, tests=TESTS, solve=SOLVE))
 
     async def result():
         async with TrialRunner() as trials:

@@ -1,4 +1,4 @@
-"""Smoothing changes no output, and finds the channels that text makes large."""
+"""Tests that smoothing keeps outputs, and finds the channels that text makes large."""
 
 import functools
 
@@ -20,7 +20,7 @@ LARGE = 40.0
 
 @functools.cache
 def planted():
-    """The same function with a few large channels between up and down."""
+    """Returns parameters of the same function with a few large channels between up and down."""
     flat = flatten(cases.params(CFG))
     for path, w in flatten(cases.params(CFG)).items():
         if path.endswith("/up") and not path.startswith("mtp"):
@@ -43,11 +43,11 @@ def logits(params):
 
 
 def error(params, group=GROUP):
-    """Mean square of what quantising changes."""
+    """Returns the mean squared change of the logits by quantisation."""
     return float(jnp.mean((logits(table.quantise(params, CFG, group)[0]) - logits(planted())) ** 2))
 
 
-def test_outputs_stay_and_up_and_down_alone_change():
+def test_smoothing_keeps_outputs_and_changes_only_up_and_down():
     want = logits(planted())
     np.testing.assert_allclose(logits(smoothed()), want, rtol=0, atol=1e-4 * np.abs(want).max())
     before = flatten(planted())
@@ -59,7 +59,7 @@ def test_outputs_stay_and_up_and_down_alone_change():
     }
 
 
-def test_large_channels_are_found_and_quantising_errs_less():
+def test_smoothing_shrinks_large_channels_and_error():
     assert error(smoothed()) < 0.5 * error(planted())
     before, after = (flatten(p)["dense_layers/mlp/up"][0] for p in (planted(), smoothed()))
     factor = np.abs(after).max(0) / np.abs(before).max(0)
@@ -68,8 +68,8 @@ def test_large_channels_are_found_and_quantising_errs_less():
 
 
 @pytest.mark.parametrize("group", [None, 4])
-def test_the_scale_has_the_least_error_of_all_tried(group):
-    """Tried one after another here: no scale, and every exponent."""
+def test_scale_has_smallest_error_of_candidates(group):
+    """The oracle tries no scale, and every exponent."""
     draw = np.random.default_rng(0)
     gate, up, down, x = (
         draw.standard_normal(shape).astype(np.float32)
@@ -80,7 +80,7 @@ def test_the_scale_has_the_least_error_of_all_tried(group):
     got = np.asarray(calibrate.scales(gate, up, down, used, x, group))
     x = x[used].astype(np.float64)
     hidden = x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)
-    rms, most = np.sqrt(np.sum(hidden**2, 0) / 40), np.abs(down).max(1)
+    rms, max_abs = np.sqrt(np.sum(hidden**2, 0) / 40), np.abs(down).max(1)
 
     def loss(scale):
         rows, w = hidden / scale, down * scale[:, None]
@@ -90,13 +90,13 @@ def test_the_scale_has_the_least_error_of_all_tried(group):
         w = (np.rint(grouped / step) * step).reshape(w.shape)
         return np.sum((np.rint(rows / row_step) * row_step @ w - hidden @ down) ** 2)
 
-    tried = [np.ones(16)] + [rms**a / most ** (1 - a) for a in calibrate.EXPONENTS]
-    tried = [s / np.exp(np.mean(np.log(s))) for s in tried]
-    best = tried[int(np.argmin([loss(s) for s in tried]))]
+    candidates = [np.ones(16)] + [rms**a / max_abs ** (1 - a) for a in calibrate.EXPONENTS]
+    candidates = [s / np.exp(np.mean(np.log(s))) for s in candidates]
+    best = candidates[int(np.argmin([loss(s) for s in candidates]))]
     np.testing.assert_allclose(got, best, rtol=1e-4)
 
 
-def test_an_expert_that_no_text_reaches_keeps_its_scale():
+def test_keeps_scale_of_unused_expert():
     draw = np.random.default_rng(0)
     gate, up, down, x = (
         draw.standard_normal(shape).astype(np.float32)
@@ -106,17 +106,17 @@ def test_an_expert_that_no_text_reaches_keeps_its_scale():
     np.testing.assert_array_equal(got, np.ones(16))
 
 
-def test_inputs_are_those_of_the_forward():
-    """What its blocks hand to their second half."""
+def test_calibration_inputs_equal_those_of_forward():
+    """Compares with the inputs of the feed-forward parts of all blocks."""
     params = glm5.unstack(cases.params(CFG), CFG)
     want, norm = [], block.rms_norm
 
-    def seen(x, weight, eps):
+    def record(x, weight, eps):
         want.append(norm(x, weight, eps))
         return want[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block, "rms_norm", seen)
+        patch.setattr(block, "rms_norm", record)
         hidden = jax.jit(lambda p: (glm5.forward(p, TOKENS, CFG).hidden, want[:]))(params)[1]
     got = [x for *_, x in calibrate.feed_forwards(cases.params(CFG), CFG, TOKENS)]
     assert len(hidden) == 2 * len(got) == 2 * CFG.num_hidden_layers

@@ -1,4 +1,4 @@
-"""A rotated model is the same function, to 1e-9 in float64, and no fold or turn can be left out."""
+"""Tests that a rotated model is the same function, to 1e-9 in float64, and that each fold and rotation is necessary."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ TOKENS = cases.batch()["token_ids"][:2]
 
 @functools.cache
 def params(cfg):
-    """In float64; a norm's weights have factors of 2 among them."""
+    """Returns weights in float64, with factors of 2 among the weights of norms."""
     draw = np.random.default_rng(0)
     flat = flatten(cases.params(dataclasses.replace(cfg, dtype="float32")))
     for path, w in flat.items():
@@ -41,7 +41,7 @@ def params(cfg):
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def run(params, cfg):
-    """Logits, hidden state and those of two MTP steps in a chain; the keys that every indexer selects."""
+    """Returns the logits, the hidden state, those of two chained MTP steps, and the keys that every indexer selects."""
     selected, select = [], attention.lightning_indexer
 
     def indexer(*args, **options):
@@ -57,7 +57,7 @@ def run(params, cfg):
 
 @functools.cache
 def plain(cfg):
-    """Of the model as it is; that of CFG by the program of the rotated one, which turns back what nothing turned."""
+    """Runs the model without rotation. For CFG it uses the program of the rotated model, with identity rotations."""
     flat = dict(flatten(params(cfg)))
     if cfg is CFG:
         for path in rotation.FINAL_NORMS:
@@ -67,11 +67,11 @@ def plain(cfg):
 
 
 def difference(rotated, cfg, want):
-    """The largest difference of outputs, and of the selected keys."""
+    """Returns the maximum difference of outputs, and of selected keys."""
     with jax.enable_x64(True):
         (outputs, keys), (others, other_keys) = jax.device_get(run(rotated, cfg)), want
-    differ = max(np.abs(x - y).max() for x, y in zip(outputs, others, strict=True))
-    return differ, max(
+    max_difference = max(np.abs(x - y).max() for x, y in zip(outputs, others, strict=True))
+    return max_difference, max(
         (np.abs(x - y).max() for x, y in zip(keys, other_keys, strict=True)), default=0
     )
 
@@ -84,17 +84,17 @@ def rotated(cfg, **patches):
         return jax.device_get(rotation.rotate(params(cfg), cfg, seed=3)[0])
 
 
-def test_a_tied_head_gets_its_own_weights():
+def test_unties_head_before_rotation():
     cfg = rotation.fold(params(TIED), TIED)[1]
     assert cfg == dataclasses.replace(TIED, tie_word_embeddings=False)
     assert difference(rotated(TIED), cfg, plain(TIED))[0] < 1e-9
 
 
-def test_outputs_and_selected_keys_stay():
+def test_rotation_keeps_outputs_and_selected_keys():
     got = rotated(CFG)
-    assert len(plain(CFG)[1]) == 3  # one in the trunk, one for each MTP step
-    differ, keys = difference(got, CFG, plain(CFG))
-    assert differ < 1e-9 and keys == 0
+    assert len(plain(CFG)[1]) == 3  # one of the trunk, one of each MTP step
+    max_difference, keys = difference(got, CFG, plain(CFG))
+    assert max_difference < 1e-9 and keys == 0
     for path, w in flatten(got).items():
         if path.endswith("norm") and path not in (*rotation.FINAL_NORMS, "mtp/hnorm"):
             want = flatten(params(CFG))[path] if path.endswith("k_norm") else np.ones(w.shape)
@@ -105,31 +105,31 @@ FOLDS = [(norm, reader) for norm, (_, readers) in rotation.READERS.items() for r
 
 
 @pytest.mark.parametrize(("norm", "reader"), FOLDS, ids=str)
-def test_no_fold_can_be_left_out(norm, reader):
+def test_every_fold_is_necessary(norm, reader):
     letter, readers = rotation.READERS[norm]
-    left = rotation.READERS | {norm: (letter, tuple(r for r in readers if r != reader))}
-    differ, _ = difference(rotated(CFG, READERS=left), CFG, plain(CFG))
-    assert differ > 1e-3
+    partial = rotation.READERS | {norm: (letter, tuple(r for r in readers if r != reader))}
+    max_difference, _ = difference(rotated(CFG, READERS=partial), CFG, plain(CFG))
+    assert max_difference > 1e-3
 
 
 @pytest.mark.parametrize(
-    "what", ["final_norm", "mtp/norm", "mtp/enorm", "mtp/eh_proj", "mtp/hnorm"]
+    "leaf", ["final_norm", "mtp/norm", "mtp/enorm", "mtp/eh_proj", "mtp/hnorm"]
 )
-def test_nor_what_belongs_to_the_hidden_state(what):
+def test_every_rotation_of_hidden_state_is_necessary(leaf):
     got = rotated(CFG)
     flat, before = flatten(got), flatten(params(CFG))
-    if what in rotation.FINAL_NORMS:
-        assert isinstance(flat[what], RotatedNorm)
-        back = flat[what].back
+    if leaf in rotation.FINAL_NORMS:
+        assert isinstance(flat[leaf], RotatedNorm)
+        back = flat[leaf].back
         np.testing.assert_allclose(back @ back.T, np.eye(CFG.hidden_size), atol=1e-12)
-        flat[what] = RotatedNorm(flat[what].weight, np.eye(CFG.hidden_size))
+        flat[leaf] = RotatedNorm(flat[leaf].weight, np.eye(CFG.hidden_size))
     else:
-        flat[what] = before[what] + (what == "mtp/hnorm")
+        flat[leaf] = before[leaf] + (leaf == "mtp/hnorm")
     assert difference(unflatten(flat), CFG, plain(CFG))[0] > 1e-3
 
 
 @pytest.mark.parametrize("space", rotation.SPACES)
-def test_every_space_can_be_turned_alone_and_twice(space):
+def test_rotates_single_space_repeatedly(space):
     with jax.enable_x64(True):
         folded, _ = rotation.fold(params(CFG), CFG)
         got = folded
@@ -143,16 +143,18 @@ def test_every_space_can_be_turned_alone_and_twice(space):
         if isinstance(w, RotatedNorm) or np.any(w != before[path])
     }
     names = flatten(glm5.axis_letters(CFG))
-    beside = {"d": ("d", "dd"), "c": ("c", "cr")}.get(space, (space,))
-    own = {p for p, x in names.items() if set(x.split()) & {*beside} and not p.endswith("norm")}
-    own = own - {"lm_head/weight"} | ({*rotation.FINAL_NORMS} if space == "d" else set())
-    assert changed == own
-    if space == "d":  # its program is compiled already
-        differ, keys = difference(got, CFG, plain(CFG))
-        assert differ < 1e-9 and keys == 0
+    axes_of_space = {"d": ("d", "dd"), "c": ("c", "cr")}.get(space, (space,))
+    expected = {
+        p for p, x in names.items() if set(x.split()) & {*axes_of_space} and not p.endswith("norm")
+    }
+    expected = expected - {"lm_head/weight"} | ({*rotation.FINAL_NORMS} if space == "d" else set())
+    assert changed == expected
+    if space == "d":  # its program is already compiled
+        max_difference, keys = difference(got, CFG, plain(CFG))
+        assert max_difference < 1e-9 and keys == 0
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_others():
+def test_bases_depend_on_seed():
     one, same, other = (rotation.bases(CFG, seed) for seed in (0, 0, 1))
     for space in rotation.SPACES:
         assert one[space].tobytes() == same[space].tobytes() != other[space].tobytes()
@@ -160,35 +162,35 @@ def test_the_same_seed_gives_the_same_bits_and_another_others():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 12, 20, 24, 48, 96, 128, 768])
-def test_hadamard_matrices_are_orthogonal_signs(size):
+def test_hadamard_matrices_are_orthogonal(size):
     h = rotation.hadamard(size)
     assert np.all(np.abs(h) == 1)
     np.testing.assert_array_equal(h @ h.T, size * np.eye(size))
 
 
 @pytest.mark.parametrize("size", [3, 10, 36])
-def test_other_sizes_get_a_random_basis(size):
+def test_uses_random_basis_for_other_sizes(size):
     assert rotation.hadamard(size) is None
     r = rotation.orthogonal(size, [0])
     np.testing.assert_allclose(r @ r.T, np.eye(size), atol=1e-12)
 
 
-def test_glm5_has_hadamard_matrices_everywhere():
+def test_glm5_has_hadamard_matrix_for_every_space():
     sizes = axes.sizes(presets.glm5())
     for space in rotation.SPACES:
-        # Doubling is cheap; what is left is what must be known.
+        # Doubling is cheap, so only the odd factor needs a known matrix.
         size = sizes[space]
         assert rotation.hadamard(size // (size & -size) * min(size & -size, 4)) is not None
 
 
-def test_one_large_channel_is_spread_over_all():
+def test_spreads_large_channel_over_all_channels():
     x = np.zeros(128)
     x[5] = 100.0
     np.testing.assert_allclose(np.abs(x @ rotation.orthogonal(128, [0])), 100 / np.sqrt(128))
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gdn", "simple_gdn"])
-def test_other_attention_is_refused(kind):
+def test_rejects_other_attention(kind):
     cfg = presets.ablation(kind)
     with pytest.raises(ValueError, match="own attention .MLA. can be rotated, not projections"):
         rotation.fold(glm5.abstract_params(cfg), cfg)

@@ -1,4 +1,4 @@
-"""The table covers every leaf of every GLM model once, and a quantised tree runs through the one forward."""
+"""Tests that the table has one rule for every leaf of every GLM model, and that the forward runs on quantised trees."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def run(params, cfg=CFG, tokens=TOKENS):
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_every_leaf_has_one_rule_and_those_with_bits_are_these(name):
+def test_quantises_expected_leaves(name):
     cfg = presets.get(name)
     rules = table.rules_of(glm5.abstract_params(cfg))
     assert rules.keys() == flatten(glm5.abstract_params(cfg)).keys()
@@ -55,7 +55,7 @@ def test_every_leaf_has_one_rule_and_those_with_bits_are_these(name):
     assert {path: rule for path, rule in rules.items() if rule != table.KEEP} == want
 
 
-def test_biases_have_a_rule_and_other_attention_has_none():
+def test_rejects_leaves_without_single_rule():
     table.rules_of(glm5.abstract_params(cases.config(attention_bias=True)))
     for kind in ("gqa", "gdn"):
         cfg = presets.ablation(kind)
@@ -69,7 +69,7 @@ def test_biases_have_a_rule_and_other_attention_has_none():
         table.rules_of(glm5.abstract_params(CFG))
 
 
-def test_scales_are_per_output_channel_and_per_group():
+def test_scales_are_per_channel_and_group():
     flat, letters = flatten(quantised()), flatten(glm5.axis_letters(CFG))
     for path, w in flatten(cases.params(CFG)).items():
         got = flat[path]
@@ -77,8 +77,8 @@ def test_scales_are_per_output_channel_and_per_group():
         names = letters[path].split()
         if isinstance(got, Int8):
             inputs = {"o": "nu", "gate": "d", "up": "d", "down": "f"}.get(path.split("/")[-1], "q")
-            kept = [n for n in names if n not in inputs]
-            assert got.scale.shape == tuple(w.shape[names.index(n)] for n in kept)
+            output_names = [n for n in names if n not in inputs]
+            assert got.scale.shape == tuple(w.shape[names.index(n)] for n in output_names)
             dims = tuple(i for i, n in enumerate(names) if n in inputs)
             back = got.q * np.expand_dims(got.scale, dims)
             assert np.all(np.abs(back - w) <= np.expand_dims(got.scale, dims) * 0.5001)
@@ -102,28 +102,28 @@ def test_scales_are_per_output_channel_and_per_group():
         ),
     ],
 )
-def test_other_trees_are_refused(change, message):
+def test_rejects_other_trees(change, message):
     flat = flatten(cases.params(CFG))
     change(flat)
     with pytest.raises(ValueError, match=message):
         table.quantise(unflatten(flat), CFG, GROUP)
 
 
-def test_a_group_that_does_not_divide_is_refused():
+def test_rejects_group_size_that_does_not_divide():
     with pytest.raises(ValueError, match="8 rows in groups of 12"):
         table.quantise(cases.params(CFG), CFG, 12)
 
 
 def expert_by_expert(w, x, ids):
-    """float64[m a d] of rows x [m d] through their experts, both products with the oracle's integers."""
+    """Returns float64[m a d] of rows x [m d] through their experts, with both products by the oracle on integers."""
 
     def multiply(name, e, rows):
         group = int(w[name].group)
         q, scale = np.asarray(w[name].packed[e]), np.asarray(w[name].scale[e])
         halves = (q.astype(np.int8) << 4) >> 4, q >> 4
-        whole = np.concatenate([h.reshape(-1, 1, group // 2, q.shape[-1]) for h in halves], 1)
+        integers = np.concatenate([h.reshape(-1, 1, group // 2, q.shape[-1]) for h in halves], 1)
         ints, row_scale = (np.asarray(a) for a in quantize_a8(jnp.asarray(rows, jnp.float32)))
-        return oracle.w4a8(ints, row_scale, whole.reshape(-1, q.shape[-1]), scale)
+        return oracle.w4a8(ints, row_scale, integers.reshape(-1, q.shape[-1]), scale)
 
     out = np.zeros((*ids.shape, x.shape[-1]))
     for m, a in np.ndindex(*ids.shape):
@@ -133,7 +133,7 @@ def expert_by_expert(w, x, ids):
     return out
 
 
-def test_experts_few_rows_and_many_compute_what_the_integers_say():
+def test_experts_match_integer_oracle():
     w = jax.tree.map(lambda x: x[0], quantised()["moe_layers"]["experts"])
     draw = np.random.default_rng(0)
     x = draw.standard_normal((24, CFG.hidden_size)).astype(np.float32)
@@ -146,12 +146,14 @@ def test_experts_few_rows_and_many_compute_what_the_integers_say():
     order, inverse, counts = expert_dispatch.sort_by_expert(
         jnp.asarray(ids.reshape(-1)), CFG.n_routed_experts
     )
-    together = jax.jit(experts.sorted_swiglu)(x[order // 2], counts, w)[inverse].reshape(want.shape)
-    np.testing.assert_allclose(together, want, rtol=0, atol=0.02 * np.abs(want).max())
-    assert np.median(np.abs(together - fetched)) < 1e-6 * np.abs(want).max()
+    sorted_output = jax.jit(experts.sorted_swiglu)(x[order // 2], counts, w)[inverse].reshape(
+        want.shape
+    )
+    np.testing.assert_allclose(sorted_output, want, rtol=0, atol=0.02 * np.abs(want).max())
+    assert np.median(np.abs(sorted_output - fetched)) < 1e-6 * np.abs(want).max()
 
 
-def test_forward_of_a_quantised_tree_is_near_that_of_the_plain_one():
+def test_quantised_forward_is_near_plain_forward():
     want, got = run(cases.params(CFG)), run(quantised())
     for x, y in zip(got, want):
         gap = np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2))
@@ -159,14 +161,14 @@ def test_forward_of_a_quantised_tree_is_near_that_of_the_plain_one():
 
 
 @pytest.mark.slow
-def test_forward_takes_a_quantised_tree_layer_by_layer():
+def test_forward_accepts_unstacked_quantised_tree():
     for x, y in zip(run(glm5.unstack(quantised(), CFG)), run(quantised())):
         assert np.median(np.abs(x - y)) < 1e-4
 
 
 @pytest.mark.parametrize("stack", ["dense_layers", "moe_layers", "mtp"])
-def test_every_quantised_weight_counts(stack):
-    """Scales twice as large change the outputs, whichever leaf has them."""
+def test_every_quantised_weight_affects_output(stack):
+    """Doubled scales of any leaf change the outputs."""
     want = run(quantised())
     for path, w in flatten(quantised()).items():
         if path.startswith(stack) and isinstance(w, (Int4, Int8)) and "indexer" not in path:
@@ -176,8 +178,8 @@ def test_every_quantised_weight_counts(stack):
             )
 
 
-def served(params, cfg, **options):
-    """Prompts and the four tokens that an engine replies to each."""
+def serve_prompts(params, cfg, **options):
+    """Returns prompts, each with the four tokens that an engine generates."""
     engine = Engine(
         glm5.Glm5(cfg, params=params),
         config=EngineConfig(
@@ -189,24 +191,24 @@ def served(params, cfg, **options):
 
 
 @pytest.mark.slow
-def test_engine_serves_a_quantised_model():
-    """Each token is the likeliest of the forward, but for what rounding turns over."""
-    rows = np.pad(served(quantised(), CFG), ((0, 0), (0, TOKENS.shape[1] - 18)))
+def test_engine_serves_quantised_model():
+    """Each token is the forward's likeliest, except where rounding changes the order."""
+    rows = np.pad(serve_prompts(quantised(), CFG), ((0, 0), (0, TOKENS.shape[1] - 18)))
     logits = np.asarray(run(quantised(), CFG, rows)[0])[:, 13:17]
-    drawn = np.take_along_axis(logits, rows[:, 14:18, None], -1)[..., 0]
-    assert (logits.max(-1) - drawn).max() < 1e-3 < logits.std()
+    chosen = np.take_along_axis(logits, rows[:, 14:18, None], -1)[..., 0]
+    assert (logits.max(-1) - chosen).max() < 1e-3 < logits.std()
 
 
 @pytest.mark.slow
-def test_engine_serves_a_rotated_and_quantised_model_with_drafts():
+def test_engine_serves_rotated_quantised_model_with_drafts():
     params, cfg = table.quantise(*rotation.rotate(cases.params(CFG), CFG), GROUP)
     model = glm5.Glm5(cfg, params=params)
     assert flatten(glm5.params_of(model)).keys() == flatten(params).keys()
     want = generate(params, TOKENS[:, :14], cfg, 4)
-    assert served(params, cfg, num_speculative_tokens=1) == want.tolist()
+    assert serve_prompts(params, cfg, num_speculative_tokens=1) == want.tolist()
 
 
-def on(mesh):
+def quantised_on(mesh):
     return jax.device_put(quantised(), glm5.param_shardings(CFG, mesh, quantised()))
 
 
@@ -215,25 +217,28 @@ def on(mesh):
     "axes",
     [{"expert": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "context": 2}],
 )
-def test_on_a_mesh_it_computes_what_it_does_on_one_device(axes):
+def test_quantised_forward_on_mesh_equals_single_device(axes):
     mesh = make_mesh(axes)
-    got = jax.jit(functools.partial(glm5.forward, cfg=CFG, mesh=mesh))(on(mesh), TOKENS).logits
-    # A row's scale is that of all its parts, so no integer but those next to a half may differ.
+    got = jax.jit(functools.partial(glm5.forward, cfg=CFG, mesh=mesh))(
+        quantised_on(mesh), TOKENS
+    ).logits
+    # The scale of a row covers all its shards, so only integers next to a half may differ.
     assert np.median(np.abs(got - run(quantised())[0])) < 1e-5
 
 
-def test_a_mesh_cuts_int4_between_groups_and_both_its_arrays_alike():
-    """fsdp=8 does not cut down's two groups of rows, and its columns instead. What is small stays whole, unless it
-    is used in parts."""
+def test_mesh_shards_int4_between_groups():
+    """fsdp=8 does not divide the two groups of rows of down, so it shards the columns. Small arrays stay replicated,
+    unless they are used in shards.
+    """
     for axes in ({"fsdp": 8}, {"tensor": 2, "context": 2, "expert": 2}):
-        for path, w in flatten(on(make_mesh(axes))).items():
+        for path, w in flatten(quantised_on(make_mesh(axes))).items():
             if isinstance(w, Int8):
-                whole = "tensor" not in axes or not path.endswith(("gate", "up"))
-                assert w.scale.sharding.is_fully_replicated == whole, path
+                is_replicated = "tensor" not in axes or not path.endswith(("gate", "up"))
+                assert w.scale.sharding.is_fully_replicated == is_replicated, path
             if isinstance(w, Int4):
                 packed, scale = (x.sharding.shard_shape(x.shape) for x in (w.packed, w.scale))
                 assert packed == (*scale[:-2], scale[-2] * GROUP // 2, scale[-1]), path
                 assert w.packed.size >= np.prod(packed) * (8 if "fsdp" in axes else 4)
     cut = "tensor=4 cut moe_layers/experts/down into shards of 2 rows, which are not whole groups"
     with pytest.raises(ValueError, match=f"int4 in groups of 4: mesh axes {cut}"):
-        on(make_mesh(tensor=4, data=2))
+        quantised_on(make_mesh(tensor=4, data=2))

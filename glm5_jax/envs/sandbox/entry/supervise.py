@@ -43,6 +43,8 @@ _INLINE = (
 )  # the next argument is a program text from the caller
 # Beginnings of the names of the dynamic loader's variables, and of these variables for programs with rights.
 _LOADER, _RENAMED = b"LD_", b"Ld_"
+# Programs that change the permissions of folders.
+_CHANGERS = ("chmod", "chown", "chgrp", "install")
 _PROFILES = (".bash_profile", ".bash_login", ".profile", ".bashrc")
 _SHELL_OPTIONS_WITH_VALUE = ("-o", "+o", "-O", "+O")
 
@@ -76,13 +78,11 @@ class ProgramRights:
 
     def decide(self, tracee):
         """Returns True to keep rights, False to revoke them, or the path of a program to execute instead."""
-        words, exe = tracee.words("cmdline"), os.path.basename(tracee.link("exe"))
+        words, exe = tracee.words("cmdline"), _program_of(tracee)
         if not words or not self._is_trusted_file(tracee.stat("exe")):
             return False
         started = os.path.join(tracee.link("cwd"), tracee.executed_path())
         is_trusted = self.is_trusted(started)
-        if exe in ("busybox", "coreutils", "toybox"):  # one file with many names
-            exe = os.path.basename(words[0])
         for name, path in self.shims.items():
             if exe.startswith(name):
                 is_helper = words[1 : len(self.helper) + 1] == self.helper != []
@@ -191,6 +191,25 @@ def _files(folder):
             yield (status.st_dev, status.st_ino), (status.st_mtime_ns, status.st_size)
 
 
+def _program_of(tracee):
+    """Returns the name of a process's program."""
+    name = os.path.basename(tracee.link("exe"))
+    words = tracee.words("cmdline")
+    # One file with many names.
+    return (
+        os.path.basename(words[0]) if words and name in ("busybox", "coreutils", "toybox") else name
+    )
+
+
+def _access_of(folder):
+    """Returns the number, owner and permissions of a folder, or None."""
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return None
+    return status.st_ino, status.st_uid, status.st_mode
+
+
 def _is_below(path, folder):
     return path == folder or path.startswith(folder + "/")
 
@@ -206,7 +225,7 @@ class Supervisor:
 
     A shell executes a file of a format that the kernel does not know by itself, without another system
     call. So the calls of shells are watched, and after an execve that failed for that reason the file
-    decides.
+    decides. Those of launchers are watched as well, since both change to folders.
 
     Attributes:
       alert: description of what was noticed; "" if nothing.
@@ -220,17 +239,19 @@ class Supervisor:
     def __init__(self, child, policy, proc):
         register_layout()
         self._child, self._policy, self._proc = child, policy, proc
-        self._modes = {}  # process -> request that resumes it: CONT, or SYSCALL for shells
+        self._modes = {}  # process -> request that resumes it: CONT, or SYSCALL to watch its calls
         self._calls = {}  # process -> number and path of its current call
         self.alert = ""
         self._helpers = set()  # processes whose program kept root's rights
+        guarded = {part for folder in policy.watched for part in ("/", *_prefixes(folder))}
+        self._access = {folder: _access_of(folder) for folder in guarded}
 
     def run(self):
         """Traces until the child ends; returns its exit code, as `os.waitstatus_to_exitcode` does."""
         while True:
             pid, status = os.waitpid(-1, WALL)
             if not os.WIFSTOPPED(status):
-                self._check_disk()
+                self._check_sandbox()
                 self._forget(pid)
                 if pid == self._child:
                     return os.waitstatus_to_exitcode(status)
@@ -245,10 +266,17 @@ class Supervisor:
                 if pid == self._child:
                     raise
 
-    def _check_disk(self):
-        """Notices a full disk: output of root's programs is then truncated, so that two different files look
-        equal.
+    def _check_sandbox(self):
+        """Notices what makes results worthless: a full disk, and folders of root that were opened to others.
+
+        Output on a full disk is truncated, so that two different files look equal. A program such as chmod opens a
+        folder if its argument is a link to it.
         """
+        for folder, before in self._access.items():
+            now = _access_of(folder)
+            # Another folder of this name was made by root, on purpose.
+            if now != before and before and now and now[0] == before[0]:
+                self.alert = self.alert or f"the permissions of {folder} changed"
         disk = os.statvfs("/")
         if disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES or disk.f_favail < _MIN_FREE_FILES:
             self.alert = self.alert or "the disk was full"
@@ -273,9 +301,10 @@ class Supervisor:
 
     def _resume(self, tracee, number=0):
         if tracee.pid not in self._modes:
-            is_shell = os.path.basename(tracee.link("exe")) in self._policy.shells
+            name = os.path.basename(tracee.link("exe"))
+            changes_folder = name in self._policy.shells or name in self._policy.launchers
             has_rights = tracee.user() == 0 or tracee.has_capabilities()
-            self._modes[tracee.pid] = SYSCALL if is_shell and has_rights else CONT
+            self._modes[tracee.pid] = SYSCALL if changes_folder and has_rights else CONT
         ptrace(self._modes[tracee.pid], tracee.pid, 0, number)
 
     def _watch_call(self, tracee):
@@ -305,18 +334,39 @@ class Supervisor:
 
     def _revoke(self, tracee):
         tracee.rename_variables(_RENAMED, _LOADER)
-        for number, path in tracee.open_paths().items():
-            if path in self._policy.sealed:
-                tracee.close(number)
+        self._close_files(tracee)
         if tracee.user() == 0:
             tracee.become(self._policy.user)
-        elif tracee.has_capabilities():
-            tracee.drop_capabilities()
+        else:
+            if tracee.has_capabilities():
+                tracee.drop_capabilities()
+            tracee.take_real_group()
         self._forget(tracee.pid)
         ptrace(DETACH, tracee.pid)
 
+    def _allow_change(self, tracee):
+        """Takes note of a program whose arguments name folders of root, whose permissions it may change."""
+        if _program_of(tracee) in _CHANGERS:
+            cwd = tracee.link("cwd")
+            names = {os.path.normpath(os.path.join(cwd, word)) for word in tracee.words("cmdline")}
+            for folder in [f for f in self._access if names & {f, *_prefixes(f)}]:
+                del self._access[folder]
+
+    def _close_files(self, tracee):
+        """Closes the descriptors that a program without rights does not inherit.
+
+        These are sealed files, and above stderr all of a program of root and those of watched folders. Shells often
+        read answers by such a descriptor.
+        """
+        is_of_root = tracee.user() == 0
+        for number, path in tracee.open_paths().items():
+            is_watched = any(_is_below(path, folder) for folder in self._policy.watched)
+            is_extra = number > 2 and (is_of_root or is_watched)
+            if is_extra or path in self._policy.sealed:
+                tracee.close(number)
+
     def _decide(self, tracee):
-        self._check_disk()
+        self._check_sandbox()
         is_helper = tracee.pid in self._helpers
         self._forget(tracee.pid)
         if tracee.user() != 0:  # the kernel revoked its rights with the previous program
@@ -326,6 +376,7 @@ class Supervisor:
         if decision is not False:
             tracee.rename_variables(_LOADER, _RENAMED)
         if decision is True:
+            self._allow_change(tracee)
             self._helpers.add(tracee.pid)
             self._resume(tracee)
             return
@@ -346,6 +397,7 @@ class Supervisor:
         is_of_tests = self._policy.is_of_tests(tracee)
         keeps = is_of_tests and (is_helper or self._policy.decide(tracee) is True)
         tracee.leave_execve()
+        tracee.clear_secure()
         if not keeps and tracee.has_capabilities():
             tracee.drop_capabilities()
         if is_of_tests:

@@ -14,7 +14,7 @@ CONT, SYSCALL, SINGLESTEP, DETACH = 7, 24, 9, 17
 SEIZE, LISTEN, POKEDATA = 0x4206, 0x4208, 5
 _GETREGSET, _SETREGSET, _NT_PRSTATUS, _GET_SYSCALL_INFO = 0x4204, 0x4205, 1, 0x420E
 _ENTRY, _EXIT = 1, 2
-_AT_EXECFN = 31
+_AT_SECURE, _AT_EXECFN = 23, 31
 _SET_DUMPABLE, _CAPABILITY_VERSION = 4, 0x20080522
 WALL = 0x40000000  # option of waitpid: children of every kind
 _WORD = struct.calcsize("P")
@@ -178,6 +178,28 @@ class Tracee:
         ):
             self._call(name, arguments)
         self._replace_variable(b"HOME=/root", b"HOME=/tmp")
+
+    def take_real_group(self):
+        """Makes a process whose real and effective groups differ take the real one, and be visible to others."""
+        group, effective, *_ = map(int, self._status(b"Gid:").split())
+        if group != effective:
+            self._call("setresgid", (group, group, group))
+            self._call("prctl", (_SET_DUMPABLE, 1, 0))
+
+    def clear_secure(self):
+        """Makes the dynamic loader handle the new program as an ordinary one, although its groups differ."""
+        keys = [key for key, _ in struct.iter_unpack("PP", self.read("auxv"))]
+        if _AT_SECURE not in keys:
+            return
+        # The vector follows the number of arguments, and the pointers to arguments and variables.
+        stack = self._registers()[register_layout().stack]
+        (count,) = struct.unpack("P", self._memory(stack, _WORD))
+        before = 1 + count + 1 + len(self.words("environ")) + 1
+        address = stack + (before + 2 * keys.index(_AT_SECURE)) * _WORD
+        (key,) = struct.unpack("P", self._memory(address, _WORD))
+        if key != _AT_SECURE:
+            raise Failed("the vector of a new program is not where it should be")
+        self._write(address + _WORD, bytes(_WORD))
 
     def hide(self):
         """Hides the process's arguments, memory and descriptors from other processes of its user."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from glm5_jax.envs.swe.file_tree import FileTree, TreeFile, text_file
+from glm5_jax.envs.swe.recipes.failing_assertions import GTEST
 from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     SEED,
@@ -22,6 +23,7 @@ _OFF = re.compile(r"WERROR|WARNINGS?_AS_ERRORS?|CUSTOM_COMPILER_FLAGS|BENCHMARK|
 _NEVER = re.compile(r"SANITIZ|FUZZ|VALGRIND|COVERAGE|OVERRIDE")
 _LIBRARY = re.compile(r"^\s*add_library\s*\(\s*([^\s)]+)", re.MULTILINE)
 _SOURCES = ("*.c", "*.cc", "*.cpp", "*.cxx")
+_SOURCE_ENDS = (".cc", ".cpp", ".cxx")
 
 
 class CMakeRecipe:
@@ -118,15 +120,31 @@ def _gtest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) 
     programs += re.findall(r"add_executable\s*\(\s*\"?(\w+)", text)
     if not programs:
         raise RecipeError(f"{lists} has no add_executable; leave the project out")
-    source = (
-        f"#include <gtest/gtest.h>\nTEST(A{tag}, passes) {{ EXPECT_TRUE(true); }}\n"
-        f"TEST(Z{tag}, fails) {{ EXPECT_TRUE(false); }}\n"
-    )
+    # With the headers of a test in focus, since one of the project's could replace an assertion.
+    folder = posixpath.dirname(lists)
+    in_folder = [path for path in focus if path in tree and posixpath.dirname(path) == folder]
+    near = next((path for path in in_folder if path.endswith(_SOURCE_ENDS)), "")
+    lines = ["#include <gtest/gtest.h>", *_plain_includes(text_of(tree, near))]
+    lines.append(f"TEST(A{tag}, passes) {{ EXPECT_TRUE(true); }}")
+    lines += [f"TEST(Z{tag}, {name}) {{ {body}; }}" for name, body in GTEST.items()]
+    source = "\n".join([*lines, ""])
     files = _append(tree, lists, f"target_sources({programs[0]} PRIVATE t{tag}.cpp)\n")
     path = posixpath.join(posixpath.dirname(lists), f"t{tag}.cpp")
     return Canaries(
         files={**files, path: text_file(source)}, passing=f"A{tag}::", failing=f"Z{tag}::"
     )
+
+
+def _plain_includes(text: str) -> list[str]:
+    """Returns the lines of a source, before its first test, that include a header under no condition."""
+    lines, depth = [], 0
+    for line in text.partition("TEST")[0].splitlines():
+        directive = line.strip().replace("# ", "#")
+        depth += directive.startswith("#if") - directive.startswith("#endif")
+        is_source = re.search(r"\.c\w*[>\"]", directive)  # its definitions would be there twice
+        if directive.startswith("#include") and not depth and not is_source:
+            lines.append(line.strip())
+    return lines
 
 
 def _ctest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) -> Canaries:

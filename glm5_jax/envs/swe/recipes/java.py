@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Sequence
 
 from glm5_jax.envs.swe.file_tree import FileTree, text_file
+from glm5_jax.envs.swe.recipes.failing_assertions import JAVA
 from glm5_jax.envs.swe.recipes.plan import (
     RECIPE_FOLDER,
     RESULTS,
@@ -103,16 +104,16 @@ class JavaRecipe:
         package = re.search(r"^package [\w.]+;", text, re.MULTILINE)
         annotation = "org.junit.jupiter.api" if "org.junit.jupiter" in text else "org.junit"
         names = f"A{tag}Test", f"Z{tag}Test"
-        source = (
-            "{0}\npublic class {1} {{\n    @{2}.Test\n    public void holds() {{\n"
-            "        if ({3} != 1) throw new AssertionError();\n    }}\n}}\n"
-        )
-        files = {
-            posixpath.join(folder, f"{name}.java"): text_file(
-                source.format(package[0] if package else "", name, annotation, value)
+        asserts = f"{annotation}.Assertions" if "jupiter" in annotation else f"{annotation}.Assert"
+        bodies = {"holds": "assertTrue(true)"}, JAVA
+        files = {}
+        for name, tests in zip(names, bodies):
+            methods = "".join(
+                f"    @{annotation}.Test\n    public void {test}() {{ {asserts}.{body}; }}\n"
+                for test, body in tests.items()
             )
-            for name, value in zip(names, (1, 2))
-        }
+            source = f"{package[0] if package else ''}\npublic class {name} {{\n{methods}}}\n"
+            files[posixpath.join(folder, f"{name}.java")] = text_file(source)
         listed = "".join(f"{path}\n" for path in files)
         files[f"{RECIPE_FOLDER}/{tag}.txt"] = text_file(listed)
         return Canaries(files=files, passing=names[0], failing=names[1])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5_jax.envs.swe.file_tree import FileTree, TreeFile, text_file
+from glm5_jax.envs.swe.recipes.failing_assertions import failing_javascript
 from glm5_jax.envs.swe.recipes.plan import (
     RECIPE_FOLDER,
     RESULTS,
@@ -71,13 +72,16 @@ class JavaScriptRecipe:
         """Returns two test files next to the first one in focus."""
         near = first_focus(focus, _tests(tree), "JavaScript")
         _, pattern = _test_files(tree)
-        names = f"a{tag}", f"z{tag}"
-        files = {
-            posixpath.join(posixpath.dirname(near), _named(pattern, name)): text_file(
-                _js_test(_runner(tree), tree, name, is_passing)
-            )
-            for name, is_passing in zip(names, (True, False))
-        }
+        runner, names = _runner(tree), (f"a{tag}", f"z{tag}")
+        uses_chai = bool(re.search(r"""['"]chai['"]""", text_of(tree, near)))
+        bodies = {"holds": ""}, failing_javascript(runner, uses_chai)
+        files = {}
+        for name, tests in zip(names, bodies):
+            path = posixpath.join(posixpath.dirname(near), _named(pattern, name))
+            is_module = path.endswith(".mjs") or _package(tree).get("type") == "module"
+            is_module = is_module and not path.endswith(".cjs")
+            head = _js_imports(runner, uses_chai, is_module)
+            files[path] = text_file(head + _js_tests(runner, name, tests))
         return Canaries(files=files, passing=names[0], failing=names[1])
 
 
@@ -123,12 +127,13 @@ class TypeScriptRecipe:
         """Returns two test files next to the first one in focus."""
         near = first_focus(focus, _typescript_tests(tree), "TypeScript")
         names = f"a{tag}", f"z{tag}"
-        text = "import {{ expect, test }} from 'vitest';\ntest('{0}', () => {{ expect(1).toBe({1}); }});\n"
+        bodies = {"toBe": "expect(1).toBe(1)"}, failing_javascript("vitest", uses_chai=False)
+        head = "import { expect, test } from 'vitest';\n"
         files = {
             posixpath.join(posixpath.dirname(near), f"{name}.test.ts"): text_file(
-                text.format(name, value)
+                head + "".join(f"test('{name} {k}', () => {{ {v}; }});\n" for k, v in tests.items())
             )
-            for name, value in zip(names, (1, 2))
+            for name, tests in zip(names, bodies)
         }
         listed = "".join(f"{path}\n" for path in files)
         files[f"{RECIPE_FOLDER}/{tag}.txt"] = text_file(listed)
@@ -185,13 +190,27 @@ def _named(pattern: str, word: str) -> str:
     return head + word + "".join(rest)
 
 
-def _js_test(runner: str, tree: FileTree, word: str, is_passing: bool) -> str:
-    body = "" if is_passing else "throw new Error('planted');"
-    if runner != "node_test":
-        return f"describe('{word}', function () {{ it('holds', function () {{ {body} }}); }});\n"
-    is_module = _package(tree).get("type") == "module"
-    load = "import test from 'node:test';" if is_module else "const test = require('node:test');"
-    return f"{load}\ntest('{word}', function () {{ {body} }});\n"
+def _js_imports(runner: str, uses_chai: bool, is_module: bool) -> str:
+    """Returns the lines that load what planted tests use."""
+    modules = {"assert": "node:assert"}
+    modules |= {"test": "node:test"} if runner == "node_test" else {}
+    modules |= {"chai": "chai"} if uses_chai else {}
+    if is_module:
+        return "".join(
+            f"import {'* as ' * (name == 'chai')}{name} from '{module}';\n"
+            for name, module in modules.items()
+        )
+    return "".join(f"const {name} = require('{module}');\n" for name, module in modules.items())
+
+
+def _js_tests(runner: str, word: str, tests: Mapping[str, str]) -> str:
+    """Returns a test for each body, under a common word."""
+    if runner == "node_test":
+        return "".join(
+            f"test('{word} {name}', function () {{ {body} }});\n" for name, body in tests.items()
+        )
+    lines = "".join(f"  it('{name}', function () {{ {body} }});\n" for name, body in tests.items())
+    return f"describe('{word}', function () {{\n{lines}}});\n"
 
 
 def _typescript_tests(tree: FileTree) -> list[str]:

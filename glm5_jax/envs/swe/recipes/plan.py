@@ -55,12 +55,14 @@ class Canaries:
 
     Attributes:
       files: files to write into the tree.
-      passing, failing: words that only the names of the test that passes and of the one that fails contain.
+      passing, failing: words that only the names of the tests that pass, and of those that fail, contain.
+      variants: names of tests like those in focus that must fail, because they expect another value.
     """
 
     files: Mapping[str, TreeFile]
     passing: str
     failing: str
+    variants: tuple[str, ...] = ()
 
 
 class ProjectRecipe(Protocol):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from glm5_jax.envs.swe.file_tree import FileTree, text_file
+from glm5_jax.envs.swe.recipes.failing_assertions import MINITEST, RSPEC
 from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
     SEED,
@@ -73,20 +74,20 @@ class RubyRecipe:
         specs = matching(tree, "*_spec.rb")
         near = first_focus(focus, specs or matching(tree, *_MINITEST), "Ruby")
         folder = posixpath.dirname(near)
-        if specs:
-            text = "RSpec.describe('{}') {{ it('holds') {{ expect(1).to eq({}) }} }}\n"
-            names = f"a{tag}_spec.rb", f"z{tag}_spec.rb"
-        else:
-            text = (
-                "require 'minitest/autorun'\nclass {0} < Minitest::Test\n"
-                "  def test_{0}; assert_equal(1, {1}); end\nend\n"
-            )
-            names = f"test_a{tag}.rb", f"test_z{tag}.rb"
         words = f"A{tag}", f"Z{tag}"
-        files = {
-            posixpath.join(folder, name): text_file(text.format(word, value))
-            for name, word, value in zip(names, words, (1, 2))
-        }
+        if specs:
+            names = f"a{tag}_spec.rb", f"z{tag}_spec.rb"
+            head, line = "RSpec.describe('{}') do\n", "  it('{}') {{ {} }}\n"
+            bodies = {"eq": "expect(1).to eq(1)"}, RSPEC
+        else:
+            names = f"test_a{tag}.rb", f"test_z{tag}.rb"
+            head = "require 'minitest/autorun'\nclass {} < Minitest::Test\n"
+            line = "  def test_{}; {}; end\n"
+            bodies = {"equal": "assert_equal(1, 1)"}, MINITEST
+        files = {}
+        for name, word, tests in zip(names, words, bodies):
+            lines = "".join(line.format(test, body) for test, body in tests.items())
+            files[posixpath.join(folder, name)] = text_file(f"{head.format(word)}{lines}end\n")
         return Canaries(files=files, passing=words[0], failing=words[1])
 
 

@@ -10,25 +10,34 @@ import builtins
 import functools
 import importlib
 import importlib.machinery
+import importlib.util
 import os
 import runpy
 import subprocess
 import sys
 import types
+import zipimport
 
-from . import FOLDER, WORKER, privileges
+from . import FOLDER, POLICY, WORKER, privileges
 from .wire import Peer
 
 # Written just before the tests start; newer files were made during the tests. It holds a line with a search path, then
 # "identity path" of each file of the tests, ended by a null byte.
 MARKER = f"{FOLDER}/path"
+# Audit events of loading a library, whose last argument is the path.
+_LIBRARY_EVENTS = ("ctypes.dlopen", "sqlite3.load_extension")
 _client = None
 
 
 def is_of_attempt(path):
-    """Returns whether a file is an attempt's, or was made while tests ran; False if there is none."""
+    """Returns whether a file is an attempt's, or was made while tests ran; False if there is none.
+
+    A module in an archive, such as tool.zip/module.py, is a part of that file.
+    """
     try:
         status = os.stat(path)
+    except NotADirectoryError:
+        return is_of_attempt(os.path.dirname(path))
     except (OSError, ValueError, TypeError):
         return False
     if status.st_uid == privileges.USER:
@@ -80,19 +89,38 @@ def install():
         machinery.SourceFileLoader,
         machinery.SourcelessFileLoader,
         machinery.ExtensionFileLoader,
+        zipimport.zipimporter,
     ):
-        kind.exec_module = _executing(kind.exec_module)
+        _guard(kind)
     creating = machinery.ExtensionFileLoader.create_module
     machinery.ExtensionFileLoader.create_module = lambda self, spec: (  # pyright: ignore[reportAttributeAccessIssue]: importlib makes the module itself for None
         None if is_of_attempt(self.path) else creating(self, spec)
     )
+    os.chdir = _staying_outside(os.chdir)
     run_path = runpy.run_path
     runpy.run_path = lambda path, init_globals=None, run_name=None: (
         _connected().request("run", os.path.abspath(path), run_name or "<run_path>")
         if is_of_attempt(path)
         else run_path(path, init_globals, run_name)
     )
+    run_module = runpy.run_module
+    runpy.run_module = lambda name, init_globals=None, run_name=None, alter_sys=False: (
+        _connected().request("run", path, run_name or name)
+        if is_of_attempt(path := _file_of(name))
+        else run_module(name, init_globals, run_name, alter_sys)
+    )
     sys.addaudithook(_refuse)
+
+
+def _file_of(name):
+    """Returns the file that `runpy.run_module` executes for a name, or None."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        return None
+    return spec and spec.origin
 
 
 class _Trusted:
@@ -127,13 +155,55 @@ def _executing(execute):
     return exec_module
 
 
+def _staying_outside(change):
+    """Wraps `os.chdir` so that no link leads into a folder of root, whose files would then be read for the attempt's."""
+
+    def chdir(path):
+        try:
+            before = os.getcwd()
+        except FileNotFoundError:  # it was deleted
+            before = "/"
+        change(path)
+        where = os.getcwd()
+        if not isinstance(path, int):
+            requested = os.path.normpath(os.path.join(before, os.fsdecode(path)))
+            for folder in POLICY["watched"]:
+                if _is_below(where, folder) and not _is_below(requested, folder):
+                    change(before)
+                    raise PermissionError(f"{requested} is a link to {where}")
+
+    return chdir
+
+
+def _is_below(path, folder):
+    return path == folder or path.startswith(folder + "/")
+
+
+def _guard(loader):
+    """Makes a class of importlib's loaders refuse the attempt's modules, or run them in a separate process."""
+    loader.exec_module = _executing(loader.exec_module)
+    loader.get_code = _compiling(loader.get_code)
+
+
+def _compiling(compile_module):
+    """Wraps `get_code`, because a compiled file states any file name as its own (`_refuse` reads that)."""
+
+    def get_code(self, name):
+        _check_is_not_of_attempt(self.get_filename(name))
+        return compile_module(self, name)
+
+    return get_code
+
+
 def _refuse(event, arguments):
     if event == "exec" and arguments and isinstance(arguments[0], types.CodeType):
-        path = arguments[0].co_filename
-    elif event == "ctypes.dlopen" and arguments and isinstance(arguments[0], str | bytes):
-        path = arguments[0]
-    else:
-        return
+        _check_is_not_of_attempt(arguments[0].co_filename)
+    elif event in _LIBRARY_EVENTS and isinstance(arguments[-1], str | bytes):
+        _check_is_not_of_attempt(arguments[-1])
+        _check_is_not_of_attempt(os.fsencode(arguments[-1]) + b".so")  # SQLite adds it
+
+
+def _check_is_not_of_attempt(path):
     if is_of_attempt(path):
         raise PermissionError(
             f"{os.fsdecode(path)} came from the attempt, whose code does not run in the process of its tests"

@@ -28,7 +28,10 @@ TEXTS = {
     complex: (str, complex),
 }
 PLAIN_MODULES = {"builtins", "collections"} | {kind.__module__ for kind in TEXTS}
-NUMBERS = (int, float, complex, decimal.Decimal, fractions.Fraction)
+# Types whose difference tests compare with nothing, such as `want - result`: numbers, times and sets.
+OPERANDS = (int, float, complex, decimal.Decimal, fractions.Fraction)
+OPERANDS += (datetime.date, datetime.time, datetime.timedelta)
+OPERANDS += (set, frozenset, collections.Counter)
 COMPARISONS = {
     f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
@@ -36,7 +39,7 @@ _OPERATIONS = {
     name.strip("_"): getattr(operator, name)
     for name in "add sub mul truediv floordiv mod pow lshift rshift and_ xor or_".split()
 } | {"divmod": divmod}
-# Special method -> its result for the number in an object, and the other number.
+# Special method -> its result for the plain value in an object, and the other value.
 ARITHMETIC: dict = {
     f"__{kind}{name}__": (lambda value, other, do=do: do(other, value)) if kind == "r" else do
     for name, do in _OPERATIONS.items()

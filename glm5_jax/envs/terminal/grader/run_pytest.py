@@ -154,8 +154,11 @@ def _run_tests(args, paths, is_apart, send):
 
 
 def _are_of_attempt(args):
-    """Returns whether the tests are the attempt's files, which have to run in the process of pytest."""
-    return any(isolation.is_of_attempt(path) for path in _test_paths(args))
+    """Returns whether all tests are the attempt's files, which have to run in the process of pytest.
+
+    One such path proves nothing: a file of the attempt may have the name of an option's value.
+    """
+    return all(isolation.is_of_attempt(path) for path in _test_paths(args))
 
 
 def _test_paths(args):

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 
-from .plain import ARITHMETIC, COMPARISONS, NUMBERS, PLAIN_MODULES, TEXTS, value_inside
+from .plain import ARITHMETIC, COMPARISONS, OPERANDS, PLAIN_MODULES, TEXTS, value_inside
 
 _MAX_DEPTH = 100
 _MAX_MESSAGE_BYTES = 1 << 28
@@ -91,14 +91,14 @@ def _special(name):
     def method(self, *args, **keywords):
         if self._peer.decides and name in COMPARISONS and not _is_proxy(args[0]):
             return _compare(self, name, args[0])
-        is_sum = self._peer.decides and name in ARITHMETIC and isinstance(args[0], NUMBERS)
-        if is_sum and isinstance(value := self._peer.value_of(self), NUMBERS):
+        is_sum = self._peer.decides and name in ARITHMETIC and _is_operand(args[0])
+        if is_sum and isinstance(value := self._peer.value_of(self), OPERANDS):
             return ARITHMETIC[name](value, args[0])
         answer = self._peer.request("special", self, name, list(args), keywords)
         if is_sum and not _is_proxy(answer) and answer is not NotImplemented:
             raise RemoteError(
-                f"{_class_of(self)} computes a plain value from a number of its tests, which may be the one that they "
-                "expect; give the class __float__ or __int__"
+                f"{_class_of(self)} computes a plain value from the tests' {type(args[0]).__name__}, which may be the "
+                "one that they expect; return plain values, or give the class __float__ or __int__"
             )
         if name == "__exit__" and self._peer.decides:
             # The attempt's code must not swallow a test's assertion.
@@ -111,6 +111,12 @@ def _special(name):
 
 def _is_proxy(value):
     return issubclass(type(value), Proxy)
+
+
+def _is_operand(value):
+    """Returns whether the sum or difference with a value of the tests can say what they expect."""
+    is_array = type(value).__module__ == "numpy" and hasattr(value, "dtype")
+    return is_array or (isinstance(value, OPERANDS) and not _is_proxy(value))
 
 
 def _class_of(proxy):

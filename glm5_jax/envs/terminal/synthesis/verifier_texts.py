@@ -6,6 +6,7 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from glm5_jax.envs.terminal.task import TerminalTask
 
@@ -79,7 +80,7 @@ def list_tests(tree: ast.Module) -> list[str]:
     return names
 
 
-def _is_test(node: ast.AST) -> bool:
+def _is_test(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
 
 
@@ -124,15 +125,16 @@ def names_read(tree: ast.AST) -> set[str]:
             names |= _text_of(node.right)
         if isinstance(node, ast.Subscript):
             names |= _text_of(node.slice)
-        is_get = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if is_get and node.func.attr == "get" and node.args:
-            names |= _text_of(node.args[0])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "get" and node.args:
+                names |= _text_of(node.args[0])
     return {part for name in names for part in name.split("/") if part and SCRATCH not in part}
 
 
 def _text_of(node: ast.expr) -> set[str]:
-    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return {node.value} if is_text else set()
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return {node.value}
+    return set()
 
 
 def expected_literals(texts: TaskTexts, min_length: int = 6) -> set[str]:

@@ -23,24 +23,24 @@ from glm5_jax.envs.terminal.synthesis.static_checks import check_static
 from glm5_jax.envs.terminal.synthesis.validator import validate
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import needs_root
-from tests.envs.terminal.synthesis.faults import IMAGE, SOLVE, TEST, added, replaced, texts
+from tests.envs.terminal.synthesis.faults import IMAGE, SOLVE, TEST, add_file, replace_text, texts
 
 BRIEF = Brief(name="d-00001-0", text="Sum the meters.", origin={"kind": "seed", "ref": "x"})
 BOTH = ["tests/test.sh", "solution/solve.sh"]
-SPACED = replaced("task.toml", "memory_mb", "memory_mib")
+SPACED = replace_text("task.toml", "memory_mb", "memory_mib")
 # Fault -> edit that plants it. The scripted model repairs what the report names.
 BROKEN = {
-    "missing package": replaced(IMAGE, "recommends ", "recommends no-such-package "),
-    "wrong path": replaced(SOLVE, "> largest.txt", "> maximum.txt"),
-    "test checks an old name": replaced(TEST, "largest.txt", "biggest.txt"),
+    "missing package": replace_text(IMAGE, "recommends ", "recommends no-such-package "),
+    "wrong path": replace_text(SOLVE, "> largest.txt", "> maximum.txt"),
+    "test checks an old name": replace_text(TEST, "largest.txt", "biggest.txt"),
     "script is not executable": lambda files: None,
-    "package without a version": added(IMAGE, "RUN pip install requests\n"),
+    "package without a version": add_file(IMAGE, "RUN pip install requests\n"),
     "nothing passes": lambda files: files.update({TEST: "def test_sum():\n    assert True\n"}),
 }
 
 
 def repair(data: dict) -> dict:
-    """A scripted model: it repairs the file that the report complains about."""
+    """Scripted model that repairs the file named in the report."""
     failed, good = json.dumps(data["failed"]), texts()
     if "is not executable" in failed:
         return {"files": {}, "executable": BOTH}
@@ -54,7 +54,7 @@ def repair(data: dict) -> dict:
 
 
 class Scripted(RuleWriter):
-    """A writer by rules that records the kinds of its prompts."""
+    """Writer by rules that records the kinds of its prompts."""
 
     def __init__(self, edit, refine=repair, executable=BOTH, scripts=()):
         def construct(data):
@@ -71,7 +71,7 @@ class Scripted(RuleWriter):
 
 
 async def static(folder, attacks) -> ValidationReport:
-    """A validator of the files only."""
+    """Validates only the files."""
     return ValidationReport(task=folder.name, checks=(check_static(folder)[0],))
 
 
@@ -89,7 +89,7 @@ def test_accepts_task_and_writes_provenance(tmp_path):
     assert len(facts["sha256"]["tests"]) == 64 and len(facts["rounds"][0]["prompt_sha256"]) == 64
 
 
-def test_repairs_after_the_report(tmp_path):
+def test_repairs_reported_faults(tmp_path):
     writer = Scripted(BROKEN["package without a version"], executable=["tests/test.sh"])
     result = build(tmp_path, writer, max_attacks=0)
     assert (result.status, result.rounds) == (ACCEPTED, 3)
@@ -106,7 +106,7 @@ def test_gives_up_after_the_last_round(tmp_path):
     assert not (tmp_path / "tasks").exists() and len(writer.prompts) == 6
 
 
-def test_continues_at_the_round_that_was_stopped(tmp_path):
+def test_resumes_stopped_round(tmp_path):
     calls = []
 
     async def stopped(folder, attacks):
@@ -126,7 +126,7 @@ def test_continues_at_the_round_that_was_stopped(tmp_path):
     assert build(tmp_path, writer, stopped) == result and len(calls) == 7
 
 
-def test_refuses_second_builder_of_a_task(tmp_path):
+def test_refuses_second_builder_of_task(tmp_path):
     async def nested(folder, attacks):
         with pytest.raises(BuilderBusyError, match="another builder works at"):
             await TaskBuilder(Scripted(SPACED), static, tmp_path).build(BRIEF)
@@ -144,7 +144,7 @@ def test_rejects_fewer_assertions_without_a_reason():
 
 
 @pytest.mark.parametrize("path", ["../x", "tests/../../x", "/etc/passwd", "provenance.json", "tests//x"])  # fmt: skip
-def test_rejects_paths_outside_of_a_task(path):
+def test_rejects_paths_outside_of_task(path):
     with pytest.raises(ValueError, match="is no file of a task"):
         apply_edits({}, {path: "x"}, "")
 

@@ -117,7 +117,7 @@ def test_writes_drafts_and_continues_after_complete_cells(tmp_path):
     assert drafts[0]["origin"]["ref"] == "man:rsync" and drafts[0]["topic"] == cells[0].topic
 
 
-def test_finds_tasks_that_are_equal_up_to_names():
+def test_finds_tasks_that_differ_only_in_names():
     index = NearDuplicateIndex()
     one, other = make_task("csv-to-sql", 1), make_task("csv-to-sql", 2)
     index.add("one", one.instruction)
@@ -141,7 +141,7 @@ def test_finds_pairs_above_the_threshold():
     assert count >= 190
 
 
-def test_tells_templates_apart():
+def test_separates_templates():
     index = NearDuplicateIndex()
     for name in TEMPLATES:
         text = make_task(name, 0).instruction
@@ -149,7 +149,7 @@ def test_tells_templates_apart():
         index.add(name, text)
 
 
-def test_reports_passages_shared_with_an_evaluation(tmp_path):
+def test_reports_passages_shared_with_evaluation(tmp_path):
     (tmp_path / "task").mkdir()
     text = "BENCHMARK CANARY: one two three four five six seven eight nine\n"
     text += "First count the lines of each file in the folder, then stop.\n"
@@ -197,7 +197,7 @@ def test_classifies_pages_by_rules(text, problem):
     assert page_problem(read_page("doc:x", text), known) == problem
 
 
-def test_asks_whether_a_page_suits():
+def test_judges_suitability_of_page():
     good = dict.fromkeys(("has_checkable_result", "works_offline", "one_machine", "is_short", "no_hardware"), True)  # fmt: skip
     page = read_page("doc:split", PROCEDURE)
 
@@ -223,7 +223,7 @@ def test_samples_pages_with_few_of_each_source():
     assert difficulty_of(read_page("a:b", PROCEDURE)) == 2
 
 
-def test_measures_commands_copied_from_a_page():
+def test_measures_commands_copied_from_page():
     page = read_page("doc:split", PROCEDURE)
     copied = "#!/bin/bash\nset -eu\ncd /app\n" + "\n".join(commands_of(page.code))
     assert copied_share(page, copied) == 1.0

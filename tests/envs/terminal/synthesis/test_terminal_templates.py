@@ -1,4 +1,4 @@
-"""Templates: the same seed gives the same bytes, other seeds other tasks, and all are loaded without a complaint."""
+"""Templates: equal seeds give equal bytes, other seeds other tasks, and all load without problems."""
 
 import ast
 import tomllib
@@ -34,7 +34,7 @@ def test_makes_a_hundred_different_tasks():
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_makes_equal_tasks_of_equal_seeds(name):
+def test_equal_seeds_give_equal_tasks(name):
     assert make_task(name, 3).folder_files() == make_task(name, 3).folder_files()
     assert make_task(name, 3).folder_files() != make_task(name, 4).folder_files()
 

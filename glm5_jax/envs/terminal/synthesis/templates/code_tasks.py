@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from typing import Any
 
 from glm5_jax.envs.terminal.synthesis.templates.text_forms import (
     GUARD,
@@ -210,7 +211,7 @@ The prices in the Git repository /app/repo no longer add up: /app/check.sh /app/
 the first commit. Find the first commit on main at which it fails. Write its full hash to /app/{out}, and the name of its
 author to /app/{author_file}. Leave the repository as it was, with main checked out.
 """
-    values = {"out": out, "author": author_file}
+    values: dict[str, Any] = {"out": out, "author": author_file}
     return dict(
         topic="version control",
         skills=("git", "git bisect"),

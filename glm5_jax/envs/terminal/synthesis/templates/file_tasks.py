@@ -223,7 +223,8 @@ def symlink_farm(rng: random.Random) -> dict:
     """Makes views of a library by links."""
     library = f"{words(rng, 1)[0]}-papers"
     authors = [full_name(rng).split()[1] for _ in range(5)]
-    rows, files = [["file", "author", "year"]], {}
+    rows: list[list[str | int]] = [["file", "author", "year"]]
+    files = {}
     for word in words(rng, rng.randint(12, 18)):
         name = f"{word}.{rng.choice(['pdf', 'epub'])}"
         files[f"{library}/{name}"] = sentences(rng, 2).encode()
@@ -331,7 +332,9 @@ def sparse_files(rng: random.Random) -> dict:
     """Assembles a sparse image from pieces with offsets."""
     folder, out = f"{words(rng, 1)[0]}-pieces", f"{words(rng, 1)[0]}.img"
     size = rng.randint(200_000, 400_000)
-    image, rows, files, at = bytearray(size), [["piece", "offset"]], {}, rng.randint(0, 5000)
+    image, files = bytearray(size), {}
+    rows: list[list[str | int]] = [["piece", "offset"]]
+    at = first = rng.randint(0, 5000)
     while at < size - 12_000:
         data = rng.randbytes(rng.randint(400, 6000))
         name = f"{rng.getrandbits(24):06x}.bin"
@@ -341,10 +344,10 @@ def sparse_files(rng: random.Random) -> dict:
         at += len(data) + rng.randint(2_000, 40_000)
     # A later row overwrites a part of an earlier one.
     data = rng.randbytes(300)
-    image[rows[1][1] + 100 : rows[1][1] + 400] = data
+    image[first + 100 : first + 400] = data
     files[f"{folder}/last.bin"] = data
     files |= {
-        "map.csv": csv_bytes([*rows, ["last.bin", rows[1][1] + 100]]),
+        "map.csv": csv_bytes([*rows, ["last.bin", first + 100]]),
         "size": f"{size}\n".encode(),
     }
     instruction = f"""

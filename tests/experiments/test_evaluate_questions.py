@@ -1,0 +1,105 @@
+"""Tests of the evaluation of a served model on a file of questions."""
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+
+from experiments import evaluate
+from glm5_jax.inference.client import ServerError
+from tests.agents.scripted import Scripted
+
+ROWS = [
+    {"id": "sum", "question": "1+1?", "answer": "2"},
+    {"id": "gas", "question": "Which gas?", "choices": ["neon", "air"], "answer": "A"},
+]
+
+
+class ScriptedClient(Scripted):
+    """Scripted model with a context of 4,096 tokens."""
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def context_length(self):
+        return 4096
+
+
+def answer(messages):
+    return "\\boxed{2}" if "1+1" in messages[-1]["content"] else "\\boxed{B}"
+
+
+def prepare(tmp_path, replies, rows=ROWS, **fields):
+    """Returns an evaluation in tmp_path/out and its scripted client."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    endpoint = evaluate.EndpointConfig(base_url="http://127.0.0.1:9", temperature=0.5)
+    config = evaluate.QuestionsConfig(file=str(file), endpoint=endpoint, **fields)
+    client = ScriptedClient(replies)
+    evaluation = evaluate.make_questions(config, tmp_path / "out")
+    return dataclasses.replace(evaluation, connect=lambda: client), client
+
+
+def test_writes_rewards_and_replies_of_all_attempts(tmp_path, capsys):
+    evaluation, client = prepare(tmp_path, answer, attempts=2)
+    asyncio.run(evaluation.run())
+    results = evaluation.results()
+    assert {key: result["reward"] for key, result in results.items()} == {
+        ("sum", 0): 1.0,
+        ("sum", 1): 1.0,
+        ("gas", 0): 0.0,
+        ("gas", 1): 0.0,
+    }
+    assert results["gas", 0]["reply"] == "\\boxed{B}"
+    for _, fields in client.requests:
+        assert fields["temperature"] == 0.5
+        assert fields["max_tokens"] < 4096, "the server's context limits the reply"
+    evaluate.show_questions(evaluation)
+    shown = capsys.readouterr().out
+    assert "math" in shown and "1.000" in shown and "0.500" in shown
+
+
+def test_repeats_only_attempts_without_reward(tmp_path):
+    def fail_once(messages):
+        return ServerError("down") if "gas" in messages[-1]["content"] else answer(messages)
+
+    evaluation, _ = prepare(tmp_path, fail_once)
+    asyncio.run(evaluation.run())
+    assert evaluation.results()["gas", 0]["reward"] is None
+    with evaluation.results_file.open("a") as file:
+        file.write('{"task": "gas", "atte')  # killed while it wrote
+    evaluation, client = prepare(tmp_path, answer)
+    asyncio.run(evaluation.run())
+    assert len(client.requests) == 1
+    assert evaluation.results()["gas", 0]["reward"] == 0.0
+
+
+def test_stops_if_server_is_down(tmp_path):
+    rows = [{"question": f"{n}?", "answer": "1"} for n in range(100)]
+    evaluation, client = prepare(tmp_path, lambda _: ServerError("no route"), rows, concurrency=1)
+    with pytest.raises(ServerError, match="20 attempts in a row .*no route"):
+        asyncio.run(evaluation.run())
+    assert len(client.requests) == 20
+
+
+def test_refuses_folder_of_other_questions(tmp_path):
+    prepare(tmp_path, answer)
+    with pytest.raises(ValueError, match="has results with file"):
+        prepare(tmp_path, answer, ROWS[:1])
+
+
+@pytest.mark.parametrize("field", ["attempts", "concurrency"])
+def test_rejects_count_that_is_not_positive(field):
+    with pytest.raises(ValueError, match=f"{field} is 0"):
+        evaluate.QuestionsConfig(**{field: 0})
+
+
+def test_names_missing_flags(tmp_path):
+    with pytest.raises(ValueError, match="--experiment.file="):
+        evaluate.make_questions(evaluate.QuestionsConfig(), tmp_path)
+    with pytest.raises(ValueError, match="--experiment.endpoint.base_url="):
+        evaluate.make_questions(evaluate.QuestionsConfig(file="a.jsonl"), tmp_path)
