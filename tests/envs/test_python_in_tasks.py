@@ -59,7 +59,7 @@ def test_answers_program_of_task(isolation):
 
 
 def test_refuses_tasks_with_python_without_sandbox(tmp_path, monkeypatch):
-    box = pytest.importorskip("glm5_jax.envs.sandbox.sandbox")
+    box = pytest.importorskip("glm5_jax.envs.sandbox.bubblewrap")
     monkeypatch.setattr(box, "PATH", str(tmp_path))
     config = TaskConfig(kind="products", size=3)
     assert rl_reasoning.make_toolbox(tasks(config))

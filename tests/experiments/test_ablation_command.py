@@ -84,7 +84,7 @@ def test_prints_why_run_stopped(kind, tmp_path, capsys):
         raise kind("it was\nstopped")
 
     assert ablate("muon_split", muon_split.tiny(), tmp_path, "command", stop) == 1
-    assert capsys.readouterr().err == "error: it was stopped\n"
+    assert capsys.readouterr().err == "error: it was\nstopped\n"
 
 
 def test_mtp_drafts_with_every_trained_arm(tmp_path, monkeypatch):

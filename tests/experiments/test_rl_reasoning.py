@@ -119,7 +119,7 @@ def test_run_searches_passages(tmp_path):
 
 def test_refuses_programs_without_sandbox(tmp_path, monkeypatch):
     """Refused before training; a run of both kinds would otherwise train only on the other kind."""
-    box = pytest.importorskip("glm5_jax.envs.sandbox.sandbox")
+    box = pytest.importorskip("glm5_jax.envs.sandbox.bubblewrap")
     monkeypatch.setattr(box, "PATH", str(tmp_path))
     shares = tuple(TaskWeight(TaskConfig(kind=kind, size=20)) for kind in ("addition", "mbpp"))
     with pytest.raises(

@@ -180,7 +180,7 @@ def test_process_exits_with_code_for_restart(capsys):
     engine.step = broken
     threading.Timer(0.2, lambda: server.worker.call(lambda engine: None)).start()
     assert serve.serve_until_ended(server, config) == 1
-    assert capsys.readouterr().err == "error: the engine has failed: RuntimeError no device\n"
+    assert capsys.readouterr().err == "error: the engine has failed: RuntimeError no\ndevice\n"
     assert server.failed and isinstance(server.to_api_error(WorkerStopped()), ApiError)
 
 

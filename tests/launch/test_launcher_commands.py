@@ -123,7 +123,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_starts_every_role_with_command_of_launcher(launcher, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        servers, "make_checkpoint_server", lambda path, mesh, engine, server, warm: server
+        servers, "make_checkpoint_server", lambda path, mesh, engine, server, **options: server
     )
     monkeypatch.setattr(servers, "load_tokenizer", lambda config: Tokenizer.load("bytes"))
     started = []

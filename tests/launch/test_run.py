@@ -17,17 +17,17 @@ LIFE = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
 
 
 def error_of(capsys, workdir, *argv) -> str:
-    """Returns the error line of a command, which must leave the workdir unchanged."""
+    """Returns the error of a command, which must leave the workdir unchanged."""
     before = sorted(workdir.rglob("*"))
     code = run.main(["run", *argv, f"--workdir={workdir}"])
     out, err = capsys.readouterr()
     assert code == 2
     assert out == ""
-    *progress, line = err.splitlines()
-    assert all(shown.startswith("stage ") for shown in progress), err
-    assert line.startswith("error: ")
+    progress, _, error = err.rpartition("error: ")
+    assert all(shown.startswith("stage ") for shown in progress.splitlines()), err
+    assert error.endswith("\n")
     assert sorted(workdir.rglob("*")) == before
-    return line
+    return f"error: {error}"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def error_of(capsys, workdir, *argv) -> str:
         ),
         (
             [TINY, f"--experiment.checkpoint={ROOT}/tests/goldens/hf_tiny_a"],
-            "hf_tiny_a cannot be loaded: missing:",
+            "hf_tiny_a cannot be loaded:\n  missing:",
         ),
         (
             [TINY, "--experiment.data.sources=[{'chats': 'x', 'category': 'poetry'}]"],
@@ -137,7 +137,7 @@ def error_of(capsys, workdir, *argv) -> str:
         ),
     ],
 )
-def test_reports_error_in_one_line(capsys, tmp_path, argv, message):
+def test_reports_error_of_wrong_argument(capsys, tmp_path, argv, message):
     assert message in error_of(capsys, tmp_path, *argv)
 
 

@@ -398,6 +398,8 @@ class Supervisor:
         keeps = is_of_tests and (is_helper or self._policy.decide(tracee) is True)
         tracee.leave_execve()
         tracee.clear_secure()
+        if _program_of(tracee).startswith("perl"):
+            tracee.take_real_group()  # Perl refuses to use its environment if its groups differ
         if not keeps and tracee.has_capabilities():
             tracee.drop_capabilities()
         if is_of_tests:
