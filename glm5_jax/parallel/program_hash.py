@@ -12,6 +12,8 @@ from pallas_kernels.compat import strip_locations
 _TPU = re.compile(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+")
 _GPU = re.compile(r'(?<= module = ")(?:[^"\\]|\\.)*')
 _GPU_HASH = re.compile(r'(?<={kernel_hash = ")(?:[^"\\]|\\.)*')
+# jax 0.11 numbers the kernels of a process.
+_GPU_NUMBER = re.compile(r'mosaic_gpu\.dump_basename = "[^"]*"')
 _ESCAPE = re.compile(rb"\\([0-9A-F]{2}|.)")
 
 
@@ -23,6 +25,7 @@ def program_hash(lowered: jax.stages.Lowered) -> str:
     """
     text = _TPU.sub(lambda match: strip_locations(base64.b64decode(match[0])), lowered.as_text())
     text = _GPU.sub(lambda match: strip_locations(_bytes(match[0])), _GPU_HASH.sub("", text))
+    text = _GPU_NUMBER.sub("", text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
