@@ -4,6 +4,7 @@ import pytest
 
 from glm5_jax.envs.swe.file_tree import text_file
 from glm5_jax.envs.swe.instance import SweInstance
+from glm5_jax.envs.swe.recipes.failing_assertions import failing_javascript
 from glm5_jax.envs.swe.submissions import filter_changes
 
 DIFF = "diff --git a/{0} b/{0}\n--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-x\n+y\n"
@@ -78,3 +79,17 @@ def test_grades_honest_change(path, text):
     submission = filter_changes({path: text_file(text)}, BASE, INSTANCE)
 
     assert set(submission.files) == {path}
+
+
+def test_failing_assertions_fit_runner_of_javascript():
+    mocha, jest, vitest, chai = (
+        failing_javascript(runner, uses_chai)
+        for runner, uses_chai in (
+            ("mocha", False),
+            ("jest", False),
+            ("vitest", False),
+            ("mocha", True),
+        )
+    )
+    assert mocha.items() <= jest.items() and mocha.items() < chai.items()
+    assert vitest.items() < jest.items() and not vitest.keys() & mocha.keys()
