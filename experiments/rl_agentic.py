@@ -27,6 +27,7 @@ with a shell in a sandbox, as in experiments/evaluate.py, for which their progra
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from experiments import rl_reasoning, serve as serving
 from experiments.rl_reasoning import TaskWeight
@@ -121,7 +122,12 @@ roles, serve = list_roles, servers.serve
 def check(config: AgenticConfig) -> None:
     """Raises ValueError for a missing checkpoint, missing tasks or an invalid schedule, before any program starts."""
     servers.check(config)
-    for share in config.tasks:
+    check_tasks(config.tasks)
+
+
+def check_tasks(shares: Iterable[object]) -> None:
+    """Reads the tasks of folders and files. Raises ValueError if they are missing or invalid."""
+    for share in shares:
         if isinstance(share, TerminalShare):
             share.load()
         elif isinstance(share, TaskFile):

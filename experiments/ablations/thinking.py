@@ -106,9 +106,13 @@ def _conversed(assistant: Assistant, chats: Sequence[Conversation], mode: str) -
                 "right": [int(_right(a, c, turn)) for a, c in zip(answers, chats)],
                 "reasoning": float(np.mean([a.num_reasoning for a in answers])),
                 "prompt": float(np.mean([len(a.prompt) for a in answers])),
-                "kept": float(sum(shared) / sum(known)) if known else None,
-                "whole": float(np.mean([k == n for k, n in zip(shared, known)])) if known else None,
-                "anew": float(np.mean([len(a.prompt) for a in answers]) - np.mean(shared or [0])),
+                "shared": float(sum(shared) / sum(known)) if known else None,
+                "all_shared": float(np.mean([k == n for k, n in zip(shared, known)]))
+                if known
+                else None,
+                "new_tokens": float(
+                    np.mean([len(a.prompt) for a in answers]) - np.mean(shared or [0])
+                ),
             }
         )
         before = [a.prompt + a.ids for a in answers]
@@ -185,7 +189,7 @@ def _saved_by_off(rows: list[dict]) -> str:
 
 
 def _preserved(turns: dict[str, list[dict]]) -> Iterable[str]:
-    complete = min(t["whole"] for row in turns[PRESERVED] for t in row["turns"][1:])
+    complete = min(t["all_shared"] for row in turns[PRESERVED] for t in row["turns"][1:])
     yield (
         f"{PRESERVED}: the next prompt begins with all of the turn before in {100 * complete:.1f}% of conversations: "
         f"{'met' if complete == 1 else 'not met'}"
@@ -253,8 +257,8 @@ def _turn_table(turns: dict[str, list[dict]]) -> Table:
                 str(turn + 1),
                 of(arm_rows, turn, "right", 100),
                 of(arm_rows, turn, "reasoning"),
-                of(arm_rows, turn, "kept", 100) if turn else "-",
-                of(arm_rows, turn, "anew"),
+                of(arm_rows, turn, "shared", 100) if turn else "-",
+                of(arm_rows, turn, "new_tokens"),
             )
             for name, arm_rows in turns.items()
             for turn in range(len(arm_rows[0]["turns"]))

@@ -91,8 +91,8 @@ def _files(path: str | os.PathLike) -> tuple[list[pathlib.Path], set[str]]:
             )
         promised = _weight_map(index)
         files = [folder / name for name in sorted(set(promised.values()))]
-    beside = folder / "mtp.safetensors"
-    return files + [f for f in [beside] if f.exists() and f not in files], set(promised)
+    mtp_file = folder / "mtp.safetensors"
+    return files + [f for f in [mtp_file] if f.exists() and f not in files], set(promised)
 
 
 def read_json_file(file: pathlib.Path) -> Any:

@@ -289,7 +289,7 @@ SLOW_START = """
     from glm5_jax.envs.sandbox import Sandbox, bubblewrap
 
     launch = bubblewrap.launch_task
-    bubblewrap.launch_task = lambda *given: launch(*given) | {"command": ["/bin/sleep", "1014"]}
+    bubblewrap.launch_task = lambda *arguments: launch(*arguments) | {"command": ["/bin/sleep", "1014"]}
     asyncio.run(Sandbox().start())
 """
 

@@ -183,6 +183,8 @@ def test_verifier_that_raises_gives_no_reward(tmp_path):
         ("x = 1", r"no function tasks\(\)"),
         ("x = (", "does not run: SyntaxError"),
         ("def tasks(): yield {'answer': '1'}", "task 0: .*question"),
+        ("def tasks():\n yield {'question': '1?', 'answer': 1}\n 1 / 0", "after 1 tasks: Zero"),
+        ("def tasks(): pass", "after 0 tasks: TypeError"),
         ("def t(x: str): pass\ntools = [t]\ndef tasks(): yield {}", "t has no docstring"),
         ("def t(x): 'Does.'\ntools = [t]\ndef tasks(): yield {}", "parameter x of the tool t"),
     ],

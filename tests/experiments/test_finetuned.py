@@ -149,8 +149,20 @@ def row(seed, on, off, marks=0):
 
 
 def turns(reasoning, right, share=1.0):
-    first = {"right": [1, 1], "reasoning": 30, "kept": None, "whole": None, "anew": 20.0}
-    later = {"right": right, "reasoning": reasoning, "kept": share, "whole": share, "anew": 9.0}
+    first = {
+        "right": [1, 1],
+        "reasoning": 30,
+        "shared": None,
+        "all_shared": None,
+        "new_tokens": 20.0,
+    }
+    later = {
+        "right": right,
+        "reasoning": reasoning,
+        "shared": share,
+        "all_shared": share,
+        "new_tokens": 9.0,
+    }
     return {"turns": [first, later]}
 
 

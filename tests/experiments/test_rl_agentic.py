@@ -8,9 +8,11 @@ import yaml
 from experiments import rl_agentic, rl_reasoning
 from experiments.rl_reasoning import TaskWeight
 from glm5_jax.agents.context import ContextConfig
+from glm5_jax.envs.reasoning.task_file import TaskFile
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.envs.terminal import AttemptConfig, BashConfig, service as terminal_service
 from glm5_jax.envs.terminal.service import TerminalShare
+from glm5_jax.rl.orchestrator.task_service import ServiceConfig
 from glm5_jax.rl.programs import servers
 from glm5_jax.rl.programs.cluster import ClusterConfig
 from glm5_jax.rl.programs.program import ProgramConfig
@@ -141,6 +143,21 @@ def test_terminal_service_has_limits_of_run(tmp_path, monkeypatch):
     # In terminal tasks a broken call ends nothing, and commands have a separate time limit.
     other = {"tool_timeout_s": 60.0, "ends_on_broken_call": True}
     assert limits | other == dataclasses.asdict(config.loop())
+
+
+def test_serves_tasks_of_file(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n')
+    flags = [f"--experiment={FILE}:tiny", f"--experiment.tasks=({{'file': '{file}'}},)"]
+    config = command_line.parse(["run", *flags])[1]
+    assert config.tasks == (TaskFile(file=str(file)),)
+    service = config.make_task_service(ServiceConfig(name="mine"), Tokenizer.load("bytes"))
+    assert service.size + service.held_out == 2
+    file.with_suffix(".py").write_text("")
+    (share,) = config.tasks
+    wrong = dataclasses.replace(share, file=str(file.with_suffix(".py")))
+    with pytest.raises(ValueError, match=r"has no function tasks\(\)"):
+        rl_agentic.check_tasks([wrong])
 
 
 def test_checks_config_before_start(tmp_path, capsys):

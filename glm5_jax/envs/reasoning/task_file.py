@@ -15,8 +15,8 @@ A .jsonl file has one task per line:
 
 A .py file has a function `tasks`, which yields such objects, and may have
 
-- `verify(task, attempt)`, which returns a reward: a number or a `Reward`. It judges cut-off attempts too, of which
-  `attempt.finish_reason` is "length". Its exceptions count as failures of the environment: the attempt is left out.
+- `verify(task, attempt)`, which returns a reward: a number or a `Reward`. It also judges attempts that were cut off;
+  their `finish_reason` is "length". Its exceptions count as failures of the environment: the attempt is left out.
 - `tools`: a list of functions that the policy may call. The types of their parameters and their docstrings make the
   definitions that the policy reads. A parameter `task` gets the task. A task offers all tools, unless it names some.
 
@@ -172,12 +172,26 @@ def _load_module(path: pathlib.Path, instruction: str) -> LoadedTasks:
     definitions = {function.__name__: define_tool(function) for function in functions}
     verify: Callable | None = getattr(module, "verify", None)
     kind = f"file:{path.stem}" if verify else None  # never the kind of a built-in verifier
-    rows = ((f"{path}: task {number}", row) for number, row in enumerate(make()))
     return LoadedTasks(
-        tasks=_make_tasks(path, rows, instruction, definitions, kind),
+        tasks=_make_tasks(path, _call_tasks(path, make), instruction, definitions, kind),
         tools={function.__name__: _make_tool(function) for function in functions},
         verifiers={kind: _make_verifier(verify)} if kind and verify else {},
     )
+
+
+def _call_tasks(path: pathlib.Path, make: Callable) -> Iterator[tuple[str, Any]]:
+    """Yields (place, object) of the tasks of a module. Raises ValueError if its function raises."""
+    number = 0
+    try:
+        for row in make():
+            yield f"{path}: task {number}", row
+            number += 1
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path}: tasks() failed after {number} tasks: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _run_file(path: pathlib.Path) -> types.ModuleType:

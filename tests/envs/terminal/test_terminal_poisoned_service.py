@@ -324,7 +324,11 @@ def test_poisoned_tasks_do_not_delay_healthy_ones(tmp_path, capsys):
     concurrent = seconds_of(trainer.of("healthy"), len(HEALTHY))
     poisoned = seconds_of(trainer.of("poisoned"), 0)
     with capsys.disabled():
-        for name, seconds in (("alone", quiet), ("beside", concurrent), ("poisoned", poisoned)):
+        for name, seconds in (
+            ("healthy only", quiet),
+            ("healthy with poisoned", concurrent),
+            ("poisoned", poisoned),
+        ):
             print(
                 f"{name}: {len(seconds)} rollouts, median {statistics.median(seconds):.1f} s, at most {seconds[-1]:.1f} s"
             )
