@@ -1,5 +1,7 @@
 """Pytest plugin for `launch/test.sh --coverage`, which requires that each module has 75% of its lines covered.
 
+Modules that mostly slow tests run have a floor of their own in `FLOORS`.
+
 Pytest lists the other modules and counts them in its last line, and the run fails.
 """
 
@@ -10,7 +12,23 @@ import coverage
 import pytest
 
 FLOOR = 75
-TITLE = f"modules under {FLOOR}% line coverage"
+# In percent of the lines that the default tests run, a few below what was measured. Floors may rise, not fall.
+FLOORS = {
+    "glm5_jax/envs/swe/awareness.py": 40,
+    "glm5_jax/envs/swe/grading.py": 70,
+    "glm5_jax/envs/swe/recipes/ruby.py": 70,
+    "glm5_jax/envs/terminal/synthesis/attacks.py": 50,
+    "glm5_jax/envs/terminal/synthesis/sandbox_checks.py": 25,
+    "glm5_jax/envs/terminal/synthesis/sandbox_runs.py": 65,
+    "glm5_jax/envs/terminal/synthesis/validator.py": 45,
+    "glm5_jax/model/ablations/layer.py": 70,
+    "glm5_jax/rl/trainers/skill_matrix.py": 45,
+    "pallas_kernels/baselines.py": 70,
+    "pallas_kernels/dsa.py": 50,
+    "pallas_kernels/gated_delta/gpu.py": 50,
+    "pallas_kernels/grouped_matmul/gpu.py": 55,
+}
+TITLE = "modules under their floor of line coverage"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +57,11 @@ def pytest_sessionfinish(session):
         return
     measured = coverage.Coverage()
     measured.load()
-    low = [module for module in modules(measured) if module.percent < FLOOR]
+    low = [
+        module
+        for module in modules(measured)
+        if module.percent < FLOORS.get(module.path.as_posix(), FLOOR)
+    ]
     if low:
         session.config.pluginmanager.getplugin("terminalreporter").stats[TITLE] = low
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

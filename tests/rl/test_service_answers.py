@@ -104,7 +104,11 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("kind", BODIES)
+# Reading many values takes long where the lines that run are recorded.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow) if k == "values" else k for k in BODIES],
+)
 def test_blames_only_service_of_bad_answer(stack, gate, kind):
     dispatcher = dataclasses.replace(SOON["dispatcher"], max_tries=1, max_response_bytes=2**21)
     fleet = Fleet(stack, gate, ("good",), dispatcher=dispatcher)
