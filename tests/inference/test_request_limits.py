@@ -41,7 +41,7 @@ LARGE = {
         prompt(b"[" + (b"[" + b"1," * 50_000 + b"1],") * 20 + b"[1]]", N),
     ),
     "text": ("completion", prompt(b'"' + b"word and " * 222_000 + b'"')),
-    "text with escapes": ("completion", prompt(b'"' + b"a\\n" * 300_000 + b'"')),
+    "text with escapes": ("completion", prompt(b'"' + b"a\\n" * 667_000 + b'"')),
     "chat": ("chat", chat(b"word and " * 222_000)),
     "chat with escapes": ("chat", chat(b"\\u4e2d" * 333_000)),
     "empty lists": ("completion", prompt(b"[" + b"[]," * 666_000 + b"[]]")),
