@@ -128,10 +128,10 @@ def test_trains_and_samples_with_adapters(checkpoint, tmp_path, one_device):
     assert all(np.array_equal(x, trained[path]) for path, x in leaves.items())
     assert all(np.any(x) for x in leaves.values())
     # The run's model is the base with its adapter.
-    merged = flatten(glm5.params_of(models.load_model(tmp_path / "run")))
+    expected = flatten(glm5.params_of(models.load_model(tmp_path / "run")))
     merged = with_adapter(models.load_model(checkpoint), tmp_path / "run" / "adapter")
     for path, x in flatten(glm5.params_of(merged)).items():
-        np.testing.assert_array_equal(x, merged[path], err_msg=path)
+        np.testing.assert_array_equal(x, expected[path], err_msg=path)
     # It resumes, and writes its adapter again.
     longer = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, steps=3))
     stage(longer, tmp_path / "run").run()
