@@ -90,7 +90,7 @@ def get_config(variant: str = "tiny") -> AttentionMassSetup:
 
 def tiny() -> AttentionMassSetup:
     """Uses the stages of lifecycle.py:tiny with a part of their steps."""
-    mass = MassConfig((10, 20, 40, 80, 160, 320), edges=(65, 129, 257, 513, 1025))
+    mass = MassConfig(top_k=(10, 20, 40, 80, 160, 320), edges=(65, 129, 257, 513, 1025))
     return AttentionMassSetup(
         name="attention_mass:tiny",
         text=_short_lifecycle("tiny", (300, 60, 60)),
@@ -102,7 +102,7 @@ def tiny() -> AttentionMassSetup:
 
 def small() -> AttentionMassSetup:
     """Uses the stages of lifecycle.py:small with a part of their steps."""
-    mass = MassConfig((128, 256, 512, 1024, 2048), edges=(513, 1025, 2049, 4097, 8193))
+    mass = MassConfig(top_k=(128, 256, 512, 1024, 2048), edges=(513, 1025, 2049, 4097, 8193))
     return AttentionMassSetup(
         name="attention_mass:small",
         text=_short_lifecycle("small", (2000, 500, 500)),

@@ -105,7 +105,7 @@ def stage(
         model=cfg,
         tokenizer=tokenizer(workdir),
         data=DataConfig(
-            sources=(TaskSourceConfig(task(length, questions)),),
+            sources=(TaskSourceConfig(tasks=task(length, questions)),),
             sequence_length=length,
             packing="best_fit",
             held_out_fraction=0.0,

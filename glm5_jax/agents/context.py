@@ -23,7 +23,7 @@ from glm5_jax.text.tokenizer import Tokenizer
 OMITTED = "Tool result is omitted to save tokens."  # GLM-5 4.2.4
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class ContextConfig:
     """Options of the selection. Raises ValueError if a value is not positive.
 
@@ -43,10 +43,10 @@ class ContextConfig:
 
 
 CONTEXTS = {
-    "everything": ContextConfig(None, None),
+    "everything": ContextConfig(keep_rounds=None, max_prompt_tokens=None),
     "keep_recent": ContextConfig(max_prompt_tokens=None),
     # GLM-5 4.2.4: answers get worse above about 100K tokens. The limit without keep_recent is not disclosed.
-    "discard_all": ContextConfig(None, 100_000),
+    "discard_all": ContextConfig(keep_rounds=None, max_prompt_tokens=100_000),
     "hierarchical": ContextConfig(),
 }
 

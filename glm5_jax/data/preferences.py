@@ -100,7 +100,8 @@ def _preference(value: Mapping) -> Preference:
 
 
 def _anchor(value: Mapping) -> Anchor:
-    return Anchor(*_split_reply(value, "anchor"))
+    messages, anchor, tools = _split_reply(value, "anchor")
+    return Anchor(messages=messages, anchor=anchor, tools=tools)
 
 
 def _prompt(value: Mapping) -> Prompt:

@@ -63,7 +63,7 @@ class Judges(Protocol):
     ) -> Reward: ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class GuardConfig:
     """Effect of a guard on the reward. Raises ValueError for other modes and weights out of range.
 

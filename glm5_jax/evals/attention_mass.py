@@ -39,7 +39,7 @@ from pallas_kernels.quantized_vectors import QuantizedVectors
 from pallas_kernels.summed_attention_probs import summed_attention_probs
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class MassConfig:
     """Options of the measurement. Raises ValueError if a value is out of range.
 

@@ -27,7 +27,7 @@ SLOW = {
 QUESTION = ({"role": "user", "content": "6*7?"},)
 TASK = Task(id="t", kind="tir", messages=QUESTION, tools=(*chat_tasks.shop_tools(), SLOW))
 COUNTER = TokenCounter(Tokenizer.default())
-CONFIG = LoopConfig(max_turns=8, context=ContextConfig(None, None))
+CONFIG = LoopConfig(max_turns=8, context=ContextConfig(keep_rounds=None, max_prompt_tokens=None))
 PRODUCT = ("calculate", {"expression": "6*7"})
 
 

@@ -20,7 +20,11 @@ from tests.rl.test_tool_chats import LENGTH, LOOK, TOKENIZER, policy
 TASK = Task(id="t", kind="any", messages=({"role": "user", "content": "?"},), tools=(LOOK,))
 COUNTER = TokenCounter(TOKENIZER)
 PROMPT_TOKENS = COUNTER.prompt(TASK)
-CONTEXTS = (ContextConfig(None, None), ContextConfig(1, None), ContextConfig(1, PROMPT_TOKENS + 30))
+CONTEXTS = (
+    ContextConfig(keep_rounds=None, max_prompt_tokens=None),
+    ContextConfig(keep_rounds=1, max_prompt_tokens=None),
+    ContextConfig(keep_rounds=1, max_prompt_tokens=PROMPT_TOKENS + 30),
+)
 
 
 class Watching(ChatClient):

@@ -82,7 +82,9 @@ def in_process(texts):
 
 
 def over_a_gateway(texts):
-    config = LoopConfig(max_turns=4, context=ContextConfig(None, None))
+    config = LoopConfig(
+        max_turns=4, context=ContextConfig(keep_rounds=None, max_prompt_tokens=None)
+    )
     counter = TokenCounter(TOKENIZER)
 
     async def run(url):

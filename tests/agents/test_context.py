@@ -133,8 +133,8 @@ def test_hierarchical_discards_only_when_needed():
         COUNTER.added(TASK, messages_of_round) for messages_of_round in rounds[:3]
     )
     hierarchical, discard_all = (
-        ContextConfig(2, max_prompt_tokens),
-        ContextConfig(None, max_prompt_tokens),
+        ContextConfig(keep_rounds=2, max_prompt_tokens=max_prompt_tokens),
+        ContextConfig(keep_rounds=None, max_prompt_tokens=max_prompt_tokens),
     )
     restarts = {}
     for config in (hierarchical, discard_all):
@@ -158,9 +158,9 @@ def test_uses_numbers_of_paper():
 
 
 def test_rejects_task_without_room_and_invalid_numbers():
-    Context(ContextConfig(None, PROMPT_TOKENS), TASK, COUNTER)
+    Context(ContextConfig(keep_rounds=None, max_prompt_tokens=PROMPT_TOKENS), TASK, COUNTER)
     with pytest.raises(ValueError, match=f"task 't' has {PROMPT_TOKENS} tokens"):
-        Context(ContextConfig(None, PROMPT_TOKENS - 1), TASK, COUNTER)
+        Context(ContextConfig(keep_rounds=None, max_prompt_tokens=PROMPT_TOKENS - 1), TASK, COUNTER)
     for field in ("keep_rounds", "max_prompt_tokens"):
         with pytest.raises(ValueError, match=f"{field} is 0"):
             ContextConfig(**{field: 0})

@@ -21,7 +21,7 @@ TASK = Task(
     tools=tuple(chat_tasks.shop_tools()),
 )
 BOX = Toolbox({"calculate": calculate})
-CONFIG = LoopConfig(max_turns=4, context=ContextConfig(None, None))
+CONFIG = LoopConfig(max_turns=4, context=ContextConfig(keep_rounds=None, max_prompt_tokens=None))
 COUNTER = TokenCounter(Tokenizer.default())
 PRODUCT = ("calculate", {"expression": "6*7"})
 OURS = "<tool_call>calculate<arg_key>expression</arg_key><arg_value>6*7"

@@ -13,7 +13,7 @@ TEXTS = st.lists(st.lists(WORD, min_size=1, max_size=12), min_size=1, max_size=8
 
 @given(TEXTS, st.lists(WORD, max_size=4), st.floats(0, 3), st.floats(0, 1))
 def test_scores_equal_formula(texts, query, k1, b):
-    index = Bm25([" ".join(text) for text in texts], Bm25Config(k1, b))
+    index = Bm25([" ".join(text) for text in texts], Bm25Config(k1=k1, b=b))
     scores = index.scores(" ".join(query))
     np.testing.assert_allclose(scores, bm25(texts, query, k1, b), rtol=1e-12, atol=0)
     # The best first, of equal ones the first; none without a word in common.
@@ -59,4 +59,4 @@ def test_handles_empty_corpus_and_rejects_invalid_numbers():
     assert Bm25([]).search("a", 3) == [] and Bm25(["", "..."]).search("a", 3) == []
     for k1, b in ((-1, 0.5), (1, 1.5), (1, -0.1), (float("inf"), 0.5), (float("nan"), 0.5)):
         with pytest.raises(ValueError, match=f"k1 is {k1} and b {b}"):
-            Bm25Config(k1, b)
+            Bm25Config(k1=k1, b=b)

@@ -27,7 +27,7 @@ from tests.agents.judges import client, facts, gullible, verdict
 
 MESSAGES = ({"role": "user", "content": "Tell me about the sea."},)
 TASK = Task(id="t", kind="general", messages=MESSAGES)
-SUBTRACT = GuardConfig("subtract", 2.0)
+SUBTRACT = GuardConfig(mode="subtract", weight=2.0)
 PARTS = {
     "gate": 1.0,
     "orm_z": 1.5,
@@ -93,7 +93,9 @@ ALONE = GeneralConfig(orm=0.0, grm=0.0)
 def test_equals_formula_by_hand():
     """core = 0.5 * 1.5 + 0.4 * 0.75 = 1.05; multiplied: (1 - 0.6 * 0.5) (1 - 1 * 0.75) = 0.175;
     subtracted: 2 * 0.125 = 0.25."""
-    config = GeneralConfig(grm=0.4, length=GuardConfig("multiply", 0.6), mixing=SUBTRACT)
+    config = GeneralConfig(
+        grm=0.4, length=GuardConfig(mode="multiply", weight=0.6), mixing=SUBTRACT
+    )
     assert combine(PARTS, config) == pytest.approx(1.05 * 0.175 - 0.25)
     # A negative reward gets lower by faults: core = -0.75 + 0.3 = -0.45.
     assert combine(PARTS | {"orm_z": -1.5}, config) == pytest.approx(-0.45 * 1.825 - 0.25)
@@ -111,7 +113,9 @@ def test_equals_specification_without_faults():
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_counts(name):
     for mode in ("multiply", "subtract"):
-        guards = dict.fromkeys(("length", "repetition", "mixing"), GuardConfig(mode, 0.5))
+        guards = dict.fromkeys(
+            ("length", "repetition", "mixing"), GuardConfig(mode=mode, weight=0.5)
+        )
         for z in (1.5, -1.5):
             parts = PARTS | {"orm_z": z}
             less = combine(parts | {name: parts[name] - 0.125}, GeneralConfig(**guards))
@@ -332,9 +336,12 @@ def test_calls_no_model_without_weight():
         (lambda: GeneralConfig(orm=-1.0), "orm is -1.0"),
         (lambda: GeneralConfig(budget=0), "budget is 0"),
         (lambda: GeneralConfig(timeout_s=0), "timeout_s is 0"),
-        (lambda: GuardConfig("add"), "mode is 'add'; use one of multiply, subtract"),
-        (lambda: GuardConfig("multiply", 1.5), "weight is 1.5; use 0 to 1.0 for mode 'multiply'"),
-        (lambda: GuardConfig("subtract", -1), "weight is -1"),
+        (lambda: GuardConfig(mode="add"), "mode is 'add'; use one of multiply, subtract"),
+        (
+            lambda: GuardConfig(mode="multiply", weight=1.5),
+            "weight is 1.5; use 0 to 1.0 for mode 'multiply'",
+        ),
+        (lambda: GuardConfig(mode="subtract", weight=-1), "weight is -1"),
     ],
 )
 def test_rejects_invalid_config(make, message):

@@ -52,7 +52,7 @@ def measured_masses(kind):
     golden = goldens.load(SHARED)
     cfg, params = golden.to_float64()
     cfg = dataclasses.replace(cfg, attention=kind)
-    config = MassConfig(TOP_K, LEVELS, EDGES)
+    config = MassConfig(top_k=TOP_K, levels=LEVELS, edges=EDGES)
     with jax.enable_x64(True):
         return attention_mass.attention_mass(
             params, cfg, golden.tokens, config, execution=ExecutionConfig(query_block=11)
@@ -98,7 +98,7 @@ def shares(p, scores, config):
 
 def test_perfect_index_selects_best_and_reversed_index_worst():
     p = np.tril(np.random.default_rng(0).random((1, 12, 12)))
-    config = MassConfig((3,), (0.9,))
+    config = MassConfig(top_k=(3,), levels=(0.9,))
     selected, best, _, _ = shares(p, p, config)
     np.testing.assert_allclose(selected, best, rtol=1e-6)
     selected, best, _, _ = shares(p, -p, config)
@@ -110,16 +110,16 @@ def test_breaks_ties_by_lower_index_and_ranks_nan_last():
     scores = np.zeros((1, 6, 6))
     scores[..., 1] = -0.0
     scores[..., 0] = np.nan
-    selected, *_ = shares(p, scores, MassConfig((1, 2), (0.9,)))
+    selected, *_ = shares(p, scores, MassConfig(top_k=(1, 2), levels=(0.9,)))
     np.testing.assert_allclose(selected[-1], 2 / 21, rtol=1e-6)
-    selected, *_ = shares(p, scores, MassConfig((5,), (0.9,)))
+    selected, *_ = shares(p, scores, MassConfig(top_k=(5,), levels=(0.9,)))
     np.testing.assert_allclose(selected[-1], 20 / 21, rtol=1e-6)
 
 
 def test_uniform_attention_needs_share_of_keys():
     t = 40
     p = np.tril(np.full((1, t, t), 0.7))
-    result = shares(p, np.zeros_like(p), MassConfig((4,), (0.9,)))
+    result = shares(p, np.zeros_like(p), MassConfig(top_k=(4,), levels=(0.9,)))
     np.testing.assert_allclose(result[:, -1], [0.1, 0.1, 0.1, 36], rtol=1e-5)
 
 
@@ -148,13 +148,13 @@ def test_rejects_config_out_of_range(fields, message):
 )
 def test_rejects_model_without_indexers(cfg):
     with pytest.raises(ValueError, match="with indexers"):
-        attention_mass.attention_mass({}, cfg, np.zeros((1, 8), np.int32), MassConfig((2,)))
+        attention_mass.attention_mass({}, cfg, np.zeros((1, 8), np.int32), MassConfig(top_k=(2,)))
 
 
 def test_rejects_rows_shorter_than_edges():
     with pytest.raises(ValueError, match="last query sees 8 keys"):
         attention_mass.attention_mass(
-            {}, presets.tiny(), np.zeros((1, 8), np.int32), MassConfig((2,), edges=(1, 10))
+            {}, presets.tiny(), np.zeros((1, 8), np.int32), MassConfig(top_k=(2,), edges=(1, 10))
         )
 
 
@@ -163,7 +163,7 @@ def test_default_buckets_are_powers_of_two(monkeypatch):
     monkeypatch.setattr(attention_mass, "measure_layers", lambda *_: measures[:, :, :, :5])
     monkeypatch.setattr(glm5, "unstack", lambda params, cfg: params)
     buckets = attention_mass.attention_mass(
-        {}, presets.tiny(), np.zeros((1, 9), np.int32), MassConfig((2,))
+        {}, presets.tiny(), np.zeros((1, 9), np.int32), MassConfig(top_k=(2,))
     )
     assert [(m.start, m.end) for m in buckets] == [(1, 2), (2, 4), (4, 8), (8, 10)]
 
@@ -177,7 +177,7 @@ def test_short_last_batch_counts_its_rows_once(monkeypatch):
     monkeypatch.setattr(attention_mass, "measure_layers", fake)
     monkeypatch.setattr(glm5, "unstack", lambda params, cfg: params)
     rows = np.repeat([[1], [2], [6]], 4, axis=1).astype(np.int32)
-    config = MassConfig((2,), edges=(1, 5))
+    config = MassConfig(top_k=(2,), edges=(1, 5))
     (mass,) = attention_mass.attention_mass({}, presets.tiny(), rows, config, batch_size=2)
     assert mass.selected == (3.0,)
 
@@ -205,7 +205,7 @@ def test_makes_no_array_per_head_query_and_key(monkeypatch):
     params = jax.eval_shape(lambda p: glm5.unstack(p, cfg), glm5.abstract_params(cfg))
     name, w = "dense_layers", params["dense_layers"][0]
     x = jax.ShapeDtypeStruct((1, t, cfg.hidden_size), jnp.float32)
-    config = MassConfig((40,))
+    config = MassConfig(top_k=(40,))
 
     def layer(w, x):
         none = Selection(None, None)

@@ -37,9 +37,15 @@ def record_round(key, drafts, draft_probs, probs):
     return rejection_sample(key, drafts, draft_probs, probs)
 
 
-@pytest.fixture(autouse=True)
-def rounds(monkeypatch):
-    monkeypatch.setattr(steps, "rejection_sample", record_round)
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Compiles the engine's programs with `record_round`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(steps, "rejection_sample", record_round)
+        cfg, params, *_ = fixture()
+        for _ in decode(params, Sampling(max_tokens=2, temperature=HOT, ignore_eos=True)):
+            pass
+        yield
 
 
 def decode(params, sampling):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from glm5_jax import presets
+from glm5_jax.inference.constraints import ReplyRules
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig, Handle, Request
 from glm5_jax.inference.runner import Runner
@@ -70,9 +71,18 @@ def generate_single(ids, sampling, **options):
     return make_engine(**options).generate([ids], sampling)[0]
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """Compiles the programs of `make_engine()` and of `logprobs`."""
+    prompts = make_prompts(9)
+    make_engine().generate(prompts, GREEDY)
+    logprobs(prompts[0])
+
+
 @pytest.mark.parametrize(
     "temperature, num_top", [(0.0, 0), (0.7, 0), pytest.param(0.7, 3, marks=pytest.mark.slow)]
 )
+@pytest.mark.usefixtures("compiled")
 def test_returns_logprobs_of_trainer_forward(temperature, num_top):
     """num_top: number of the likeliest tokens to return, which needs separate programs."""
     sampling = dataclasses.replace(GREEDY, temperature=temperature, top_logprobs=num_top, seed=5)
@@ -394,20 +404,40 @@ def test_replies_depend_on_seed():
     assert one.ids != other.ids  # each request has a different seed
 
 
-@pytest.mark.parametrize("chunk", [32, pytest.param(64, marks=pytest.mark.slow)])
-def test_compiles_nothing_after_warmup(chunk):
-    engine = Engine(
-        light_model(),
-        config=EngineConfig(page_size=PAGE, max_num_seqs=2, max_length=16, prefill_chunk=chunk),
+@pytest.mark.parametrize(
+    ("chunk", "scores_prompts"),
+    [
+        (32, False),
+        pytest.param(32, True, marks=pytest.mark.slow),
+        pytest.param(64, False, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_nothing_after_warmup(chunk, scores_prompts):
+    options = EngineConfig(
+        page_size=PAGE,
+        max_num_seqs=2,
+        max_length=16,
+        prefill_chunk=chunk,
+        warms_prompt_logprobs=scores_prompts,
     )
+    engine = Engine(light_model(), config=options)
     engine.warm()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, seconds, **more: "backend_compile" in name and compiled.append(name)
     )
     sampling = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.5)
-    prompts = np.random.default_rng(0).integers(0, light_model().cfg.vocab_size, (5, 6)).tolist()
-    engine.generate(prompts, [GREEDY] * 2 + [sampling] * 3)
+    likeliest = dataclasses.replace(GREEDY, top_logprobs=3)
+    prompts = np.random.default_rng(0).integers(0, light_model().cfg.vocab_size, (6, 6)).tolist()
+    engine.generate(prompts, [GREEDY] * 2 + [sampling] * 3 + [likeliest])
+    limited = Request(prompts[0], GREEDY, rules=ReplyRules(thinking_budget=2, thinking_end=5))
+    handle = engine.submit(limited)
+    engine.generate(prompts[1:4], [GREEDY, sampling, likeliest])
+    assert handle.completion.ids[2] == 5
+    if scores_prompts:
+        scored = dataclasses.replace(sampling, top_logprobs=1, prompt_logprobs=True)
+        engine.submit(limited)
+        engine.generate(prompts[1:4], [scored, GREEDY, scored])
     assert compiled == []
     jax.jit(lambda x: x * 2 + 1)(np.arange(3))
     assert compiled  # the listener works

@@ -151,7 +151,14 @@ def longest_hold(function):
     return longest
 
 
-@pytest.mark.parametrize("case", ["ids", "text", "text with escapes", "chat", "empty lists"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "text with escapes",
+        "chat",
+        *[pytest.param(case, marks=pytest.mark.slow) for case in ("ids", "text", "empty lists")],
+    ],
+)
 def test_reads_large_bodies_without_blocking_threads(frozen_garbage, case):
     """Takes the best of three, because a reader that blocks does so in each trial."""
     name, body = LARGE[case]

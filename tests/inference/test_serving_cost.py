@@ -117,8 +117,8 @@ def compare(counts: dict, costs: dict, cfg, tokens: int, pairs: int, waste: int,
 @pytest.mark.parametrize(
     ("attention", "quantised"),
     [
-        ("sparse", True),
-        pytest.param("dense", False, marks=pytest.mark.slow),
+        pytest.param("sparse", True, marks=pytest.mark.slow),
+        ("dense", False),
         pytest.param("dense", True, marks=pytest.mark.slow),
         pytest.param("sparse", False, marks=pytest.mark.slow),
     ],

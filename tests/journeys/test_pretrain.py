@@ -131,6 +131,7 @@ def test_run_trains_reports_and_resumes_on_another_mesh(tmp_path, capsys):
     assert "model.q_lora_rank was 24, is 20" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_unsaved_run_leaves_nothing_to_next_run(tmp_path):
     """On a mesh. The first run had another configuration and was killed before its first checkpoint."""
     with metrics_log.MetricsLog(tmp_path) as log:

@@ -99,7 +99,7 @@ CHIPS = {"tpu": "TPU v5p", "cuda": "NVIDIA H200"}
     ("name", "platform"),
     [
         ("prefill", "tpu"),
-        ("decode", "cuda"),
+        pytest.param("decode", "cuda", marks=pytest.mark.slow),
         pytest.param("prefill", "cuda", marks=pytest.mark.slow),
         pytest.param("decode", "tpu", marks=pytest.mark.slow),
     ],

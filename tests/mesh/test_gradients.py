@@ -33,10 +33,24 @@ def name(value):
     return value if isinstance(value, str) else "-".join(f"{a}{n}" for a, n in value.items())
 
 
-def test_small_model_on_mesh_equals_one_device():
-    """The model has one layer, no remat, and a vocabulary in parts."""
+@pytest.fixture(scope="module")
+def small():
+    """Returns (config, mesh, results on the mesh) of one layer without remat, with a vocabulary in parts."""
+    cfg, mesh = cases.small("sparse"), make_mesh(fsdp=2, expert=2, context=2)
+    cases.reference(cfg)
     step = dataclasses.replace(cases.STEP, remat="none", vocab_block=16)
-    compare(cases.small("sparse"), step, make_mesh(fsdp=2, expert=2, context=2))
+    return cfg, mesh, compute(cfg, step, mesh)
+
+
+def test_small_model_on_mesh_equals_one_device(small):
+    cfg, _, results = small
+    compare_results(results, cases.reference(cfg))
+
+
+def test_gradients_are_sharded_like_weights(small):
+    _, mesh, (_, _, gradients) = small
+    for path, leaf in flatten(gradients).items():
+        assert_shards(path, leaf, mesh)
 
 
 @pytest.mark.slow
@@ -47,12 +61,25 @@ def test_loss_and_gradients_on_mesh_equal_one_device(attention, axes):
 
 
 def compare(cfg, step, mesh, frozen=()):
-    """Checks loss and gradients on a mesh against one device; frozen: paths without a gradient."""
+    """Checks loss, statistics, gradients and their shards on a mesh against one device."""
+    results = compute(cfg, step, mesh, frozen)
+    compare_results(results, cases.reference(cfg, step.mtp_steps), frozen)
+    for path, leaf in flatten(results[2]).items():
+        assert_shards(path, leaf, mesh)
+
+
+def compute(cfg, step, mesh, frozen=()):
+    """Returns (objective, LossParts, gradients) of a mesh; frozen: paths without a gradient."""
     shardings = glm5.param_shardings(cfg, mesh)
     params = jax.device_put(cases.params(cfg), shardings)
     run = jax.jit(gradient_function(cfg, step, mesh, frozen), out_shardings=(None, None, shardings))
-    objective, parts, gradients = run(params, cases.batch(), cases.RATES)
-    want_objective, want_parts, want = cases.reference(cfg, step.mtp_steps)
+    return run(params, cases.batch(), cases.RATES)
+
+
+def compare_results(results, expected, frozen=()):
+    """Checks (objective, LossParts, gradients) against those of one device."""
+    objective, parts, gradients = results
+    want_objective, want_parts, want = expected
     np.testing.assert_allclose(objective, want_objective, rtol=1e-5)
     assert [value is None for value in parts] == [value is None for value in want_parts]
     for (key, value), theirs in zip(
@@ -61,7 +88,6 @@ def compare(cfg, step, mesh, frozen=()):
         np.testing.assert_allclose(value, theirs, rtol=1e-5, err_msg=jax.tree_util.keystr(key))
     want = flatten(want)
     for path, got in flatten(gradients).items():
-        assert_shards(path, got, mesh)
         if path in frozen:
             assert not np.any(got), path
             continue

@@ -70,6 +70,7 @@ def layer():
     return cfg
 
 
+@pytest.mark.slow
 def test_agrees_with_one_device_on_fsdp_expert_and_tensor(layer):
     compare(layer, step_of(layer), make_mesh(fsdp=2, expert=2, tensor=2))
 

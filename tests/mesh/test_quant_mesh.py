@@ -17,6 +17,7 @@ def test_int4_experts_on_mesh_equal_one_device():
     compare(SMALL, STEP, make_mesh(fsdp=2, expert=2, tensor=2))
 
 
+@pytest.mark.slow
 def test_accumulates_int4_experts_on_mesh():
     step = dataclasses.replace(STEP, rows_per_device=1, accumulate="local", reduce_dtype="float32")
     compare(SMALL, step, make_mesh(data=2, fsdp=2, context=2))

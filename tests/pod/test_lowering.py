@@ -47,7 +47,10 @@ def slow(make):
     return pytest.param(make, marks=pytest.mark.slow)
 
 
-over_layouts = pytest.mark.parametrize("make", [pretraining, slow(long_context)])
+@pytest.fixture(params=[pretraining, slow(long_context)], ids=lambda make: make.__name__)
+def layout(request):
+    """Returns (config, mesh, lowered step) of a layout."""
+    return lowered(request.param)
 
 
 def dsa_warmup():
@@ -115,10 +118,9 @@ def test_counts_bytes_per_device_of_rl():
     assert params + optimizer + batch < 9 * GIB
 
 
-@over_layouts
-def test_counts_bytes_per_device(make):
+def test_counts_bytes_per_device(layout):
     """A device holds weights and momentum in float32 and moments of the few AdamW weights, almost without copies."""
-    _, _, step = lowered(make)
+    _, _, step = layout
     params = sum(pod.bytes_on_device(step.arguments["params"]).values())
     optimizer = sum(pod.bytes_on_device(step.arguments["optimizer"]).values())
     batch = sum(pod.bytes_on_device(step.arguments["batch"]).values())
@@ -140,9 +142,8 @@ def test_largest_batch_saves_no_more_activations():
     assert 0 < last.saved_activation_bytes <= step.saved_activation_bytes
 
 
-@over_layouts
-def test_replicates_nothing_above_a_gibibyte(make):
-    config, mesh, step = lowered(make)
+def test_replicates_nothing_above_a_gibibyte(layout):
+    config, mesh, step = layout
     arguments = step.arguments
     assert max(pod.replicated_bytes(arguments).values()) < 0.01 * GIB
     assert max(pod.bytes_on_device(arguments).values()) < GIB

@@ -12,7 +12,7 @@ import numpy as np
 _WORD = re.compile(r"\w+")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class Bm25Config:
     """Parameters of BM25. Raises ValueError for values out of range. GLM-5 does not name its ranking.
 
