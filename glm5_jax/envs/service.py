@@ -8,10 +8,14 @@ Other services are subclasses of `ChatService`, such as that of terminal tasks (
     asyncio.run(service.serve())
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from aiohttp import web
 
 from glm5_jax.agents.client import ChatClient
-from glm5_jax.agents.context import Counter, TokenCounter
+from glm5_jax.agents.context import CONTEXTS, ContextConfig, Counter, TokenCounter
 from glm5_jax.agents.loop import ChatAgent, LoopConfig, Trace
 from glm5_jax.rl.orchestrator.task_service import (
     Outcome,
@@ -19,9 +23,30 @@ from glm5_jax.rl.orchestrator.task_service import (
     ServiceConfig,
     TaskService,
 )
+from glm5_jax.rl.programs.trainer import AgenticRlConfig
 from glm5_jax.rl.rollouts.rollout import Tools
 from glm5_jax.rl.types import Reward, Task, Verifier
 from glm5_jax.text.tokenizer import Tokenizer
+
+
+def make_loop_config(
+    config: AgenticRlConfig, max_tokens: int, context: ContextConfig = CONTEXTS["everything"]
+) -> LoopConfig:
+    """Returns the limits of an attempt of a run.
+
+    Args:
+      max_tokens: token limit of an attempt.
+      context: part of a conversation that each request sends.
+    """
+    rollout = config.rollout
+    return LoopConfig(
+        max_turns=rollout.max_turns,
+        max_tokens=max_tokens,
+        reply_tokens=rollout.max_tokens,
+        timeout_s=config.agent_timeout_s,
+        tool_timeout_s=rollout.tool_timeout_s,
+        context=context,
+    )
 
 
 class ChatService(TaskService):
@@ -88,6 +113,7 @@ class AgentService(ChatService):
     Args:
       tokenizer, variant: those of the gateway, to count the tokens of prompts.
       thinking: whether replies begin with reasoning, if a task does not say.
+      judging: returns the context that is open while the service runs, such as the client of a judge.
     """
 
     def __init__(
@@ -102,6 +128,7 @@ class AgentService(ChatService):
         *,
         variant: str = "glm5",
         thinking: bool = True,
+        judging: Callable[[], AbstractAsyncContextManager] = contextlib.nullcontext,
     ):
         counter = TokenCounter(tokenizer, variant, thinking)
         # A reply may use the agent's full time limit.
@@ -112,7 +139,13 @@ class AgentService(ChatService):
                 "the service, or slow attempts count as failures of the environment"
             )
         self._tools, self._verifier, self._loop = tools, verifier, loop
+        self._judging = judging
         self._fields = {} if thinking else {"chat_template_kwargs": {"enable_thinking": False}}
+
+    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+        async with self._judging():
+            async for _ in super().lifespan(app):
+                yield
 
     async def work(self, task: Task, client: ChatClient) -> tuple[Trace, Reward]:
         agent = ChatAgent(

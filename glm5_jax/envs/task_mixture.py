@@ -2,7 +2,8 @@
 
 Groups of some kinds are dropped more often than of others: all right, all wrong, or the environment failed.
 So shares are computed over accepted groups, and pending groups count as if they will be accepted. The next
-kind is the one with the largest deficit relative to its weight (deficit round-robin).
+kind is the one with the largest deficit relative to its weight (deficit round-robin). If all groups are accepted, the
+order is that of `rl.orchestrator.fair_share.FairShare`.
 """
 
 import dataclasses
@@ -21,12 +22,14 @@ class _Kind:
 
     Attributes:
       tasks: tasks in the order of the source.
-      weight: share of all groups.
+      weight: weight of the kind, relative to the other weights.
+      share: weight divided by the sum of all weights.
       drawn, accepted, waiting: number of groups drawn, accepted and pending.
     """
 
     tasks: Sequence[Task]
     weight: float
+    share: float
     drawn: int = 0
     accepted: int = 0
     waiting: int = 0
@@ -62,7 +65,8 @@ class TaskMixture:
             raise ValueError(f"max_overdraw is {max_overdraw}; it must be at least 1")
         total = sum(weights.values())
         self._kinds = {
-            kind: _Kind(tasks=tasks[kind], weight=weights[kind] / total) for kind in tasks
+            kind: _Kind(tasks=tasks[kind], weight=weights[kind], share=weights[kind] / total)
+            for kind in tasks
         }
         self._kind_of = {task.id: kind for kind in tasks for task in tasks[kind]}
         if len(self._kind_of) < sum(map(len, tasks.values())):
@@ -130,12 +134,13 @@ class TaskMixture:
         allowed = [
             (name, kind)
             for name, kind in kinds
-            if kind.drawn < 1 + self._max_overdraw * kind.weight * drawn
+            if kind.drawn < 1 + self._max_overdraw * kind.share * drawn
         ]
-        # By ratio, so that the other kinds keep their shares relative to each other if one falls short. Ties go to
-        # the first kind.
+        # By ratio, so that the other kinds keep their shares relative to each other if one falls short. Equal kinds are
+        # ordered by name.
         name, kind = min(
-            allowed, key=lambda pair: (pair[1].accepted + pair[1].waiting) / pair[1].weight
+            allowed,
+            key=lambda pair: ((pair[1].accepted + pair[1].waiting) / pair[1].weight, pair[0]),
         )
         epoch, index = divmod(kind.drawn, len(kind.tasks))
         kind.drawn += 1

@@ -37,7 +37,9 @@ from tests.rl.fleet import (
 
 TOKENIZER = Tokenizer.load("bytes")
 PRODUCT = ("calculate", {"expression": "6*7"})
-LOOP = LoopConfig(max_turns=4, timeout_s=5.0, context=ContextConfig(None, None))
+LOOP = LoopConfig(
+    max_turns=4, timeout_s=5.0, context=ContextConfig(keep_rounds=None, max_prompt_tokens=None)
+)
 NOWHERE = "http://127.0.0.1:9"
 
 

@@ -128,7 +128,9 @@ def test_solves_with_discarded_contexts():
 
     answer = asyncio.run(follow(task, call))
     client = Scripted([[want] for want in wants] + [answer])
-    config = LoopConfig(context=ContextConfig(2, counter.prompt(task) + 400))
+    config = LoopConfig(
+        context=ContextConfig(keep_rounds=2, max_prompt_tokens=counter.prompt(task) + 400)
+    )
     trace = asyncio.run(ChatAgent(client=client, tools=BOX, counter=counter, config=config)(task))
     assert trace.restarts and trace.ended == "answer" and not trace.failures
     results = [m["content"] for m in trace.messages if m["role"] == "tool"]

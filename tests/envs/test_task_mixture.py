@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.envs.task_mixture import TaskMixture
+from glm5_jax.rl.orchestrator.fair_share import FairShare, shuffled_indices
 from glm5_jax.rl.types import Task
 
 WEIGHTS = {"math": 2.0, "code": 1.0, "tir": 1.0}
@@ -36,8 +37,29 @@ def run(mixed, steps, accepts, late=0):
 
 def test_draws_kinds_by_weight_if_all_are_accepted():
     kinds = [task.kind for task in run(mixture(), 40, dict.fromkeys(WEIGHTS, 1.0))]
-    assert kinds[:8] == ["math", "code", "tir", "math"] * 2
+    assert kinds[:8] == ["code", "math", "tir", "math"] * 2
     assert Counter(kinds) == {"math": 20, "code": 10, "tir": 10}
+
+
+def test_draws_in_order_of_orchestrator():
+    """Seeds follow from the order, so that stages train alike with the engine here and in other processes."""
+    group, weights = 4, {"words": 2.0, "math": 1.0, "code": 0.3}
+    mixed, queue = mixture(weights), FairShare()
+    for name, weight in weights.items():
+        queue.set(name, weight)
+    accepted, numbers = Counter(), Counter()
+    for _ in range(30):
+        tasks = mixed.draw(3)
+        for task in tasks:
+            name = queue.next_task(accepted, weights)
+            epoch, place = divmod(numbers[name], len(some(name)))
+            numbers[name] += 1
+            assert task == some(name)[shuffled_indices(0, name, epoch, len(some(name)))[place]]
+            queue.start(name, group)
+        for task in tasks:
+            mixed.accept(task)
+            queue.finish(task.kind, group, True)
+            accepted[task.kind] += group
 
 
 @pytest.mark.parametrize("late", [0, 16])
@@ -95,7 +117,7 @@ def test_running_groups_count_until_dropped():
     first = mixed.draw(4)
     assert mixed.shares() == {"math": 0, "code": 0}
     mixed.drop_waiting()
-    with pytest.raises(ValueError, match="no group of task 'math-.' is on its way"):
+    with pytest.raises(ValueError, match="no group of task 'code-.' is on its way"):
         mixed.accept(first[0])
     assert Counter(task.kind for task in mixed.draw(2)) == {"math": 1, "code": 1}
 

@@ -19,7 +19,7 @@ from glm5_jax.runtime.files import read_lines
 NAMED = 5  # number of tasks that an error names
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class DifficultyConfig:
     """Thresholds of `keep_hard`. Raises ValueError for values out of range.
 

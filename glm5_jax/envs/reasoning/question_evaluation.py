@@ -25,7 +25,7 @@ from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.rollouts.rollout import ToolError, Tools
 from glm5_jax.rl.types import Reward, Task, Verifier
 from glm5_jax.runtime.console import ProgressBar
-from glm5_jax.runtime.files import read_lines
+from glm5_jax.runtime.files import read_lines, replace_text
 
 Key = tuple[str, int]  # id of the task and number of the attempt
 FAILURES_IN_A_ROW = 20  # attempts without a reward, after which the server is considered down
@@ -73,7 +73,7 @@ class QuestionEvaluation:
         self.folder.mkdir(parents=True, exist_ok=True)
         file, text = self.folder / "config.json", json.dumps(identity, indent=1, sort_keys=True)
         if not file.exists():
-            file.write_text(text + "\n")
+            replace_text(file, text + "\n")
             return
         before, identity = json.loads(file.read_text()), json.loads(text)
         for name in sorted(before.keys() | identity.keys()):

@@ -349,9 +349,11 @@ def _offered_tools(row: Mapping, definitions: Mapping[str, Mapping]) -> tuple[Ma
     if "tools" not in row:
         return tuple(definitions.values())
     known, tools = {**_builtin_tools(), **definitions}, []
+    if not isinstance(row["tools"], list | tuple):
+        raise ValueError(f"tools is {row['tools']!r:.80}; give a list of names")
     for name in row["tools"]:
-        if name not in known:
-            raise ValueError(f"there is no tool {name!r}; the tools are {', '.join(known)}")
+        if not isinstance(name, str) or name not in known:
+            raise ValueError(f"there is no tool {name!r:.80}; the tools are {', '.join(known)}")
         tools.append(known[name])
     return tuple(tools)
 

@@ -60,7 +60,7 @@ SEARCH_TOOLS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class SearchConfig:
     """Limits of what the tools show; not given in GLM-5. Raises ValueError for values that are not positive.
 

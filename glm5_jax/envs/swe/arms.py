@@ -50,7 +50,7 @@ async def run_arms(built: BuiltProject, parts: PatchParts, limits: SweLimits) ->
     base = built.runs[0].report
     assert base is not None  # the builder refuses projects without a report
     test = await _run_test_arm(built, parts, limits)
-    gold = await _run_gold_arm(built, parts, limits)
+    gold = await run_gold_arm(built, parts, limits)
     seconds = {
         "base": built.runs[0].seconds,
         "test": test.seconds,
@@ -85,6 +85,7 @@ def fill_instance(
         rebuild_cmds=built.plan.rebuild_cmds,
         test_cmds=built.plan.test_cmds,
         log_parser=built.plan.log_parser,
+        log_parser_source=built.plan.log_parser_source,
         per_test_cmd=built.plan.per_test_cmd,
         FAIL_TO_PASS=tuple(classes.fail_to_pass),
         PASS_TO_PASS=tuple(classes.pass_to_pass),
@@ -108,10 +109,13 @@ async def _run_test_arm(built: BuiltProject, parts: PatchParts, limits: SweLimit
         return dataclasses.replace(run, log=log + run.log)
 
 
-async def _run_gold_arm(
+async def run_gold_arm(
     built: BuiltProject, parts: PatchParts, limits: SweLimits
 ) -> list[RunResult]:
-    """Returns the runs in one sandbox, then the shuffled one, then the slow one."""
+    """Returns the runs in one sandbox, then the shuffled one, then the slow one.
+
+    Raises PatchError for a patch that does not apply, BuildError if the tree does not build or a run has no end.
+    """
     async with _patched(built, [parts.test, parts.aux, parts.code], limits) as box:
         try:
             await rebuild(box, built.commands, limits.build_timeout_s)

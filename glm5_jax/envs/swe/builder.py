@@ -108,14 +108,8 @@ class RuleBuilder:
         start = time.monotonic()
         recipe = detect_recipe(tree)
         plan = recipe.plan(tree, focus)
-        check_packages(plan)
+        layer = await self.set_up(tree, plan, recipe.language)
         tree = with_changes(tree, plan.files)
-        layer = await self.layer(tree, plan, recipe.language)
-        failed = [step for step in layer.record["commands"] if step["code"]]
-        if failed:
-            raise BuildError(
-                f"set-up: {failed[0]['command']!r} ended with {failed[0]['code']}: {failed[0]['log']}"
-            )
         runs = await self._verify(layer, plan)
         record = LaunchRecord(
             instance_id=name or layer.digest[7:19],
@@ -136,7 +130,18 @@ class RuleBuilder:
         )
         return BuiltProject(tree=tree, plan=plan, layer=layer, runs=runs, record=record)
 
-    async def layer(self, tree: FileTree, plan: ProjectPlan, language: str) -> StoredLayer:
+    async def set_up(self, tree: FileTree, plan: ProjectPlan, language: str) -> StoredLayer:
+        """Returns the layer of a tree with the recipe's files. Raises RecipeError for missing packages, and BuildError."""
+        check_packages(plan)
+        layer = await self._layer(with_changes(tree, plan.files), plan, language)
+        failed = [step for step in layer.record["commands"] if step["code"]]
+        if failed:
+            raise BuildError(
+                f"set-up: {failed[0]['command']!r} ended with {failed[0]['code']}: {failed[0]['log']}"
+            )
+        return layer
+
+    async def _layer(self, tree: FileTree, plan: ProjectPlan, language: str) -> StoredLayer:
         """Returns the layer of a tree after the commands that set it up."""
         tools = await tools_layer(self.store, language, self._node_modules)
 
@@ -177,6 +182,7 @@ def commands_of(plan: ProjectPlan, *, shuffled: bool = False) -> RunCommands:
         rebuild_cmds=plan.rebuild_cmds,
         test_cmds=plan.shuffled_cmds if shuffled else plan.test_cmds,
         log_parser=plan.log_parser,
+        log_parser_source=plan.log_parser_source,
         variables=plan.variables,
     )
 

@@ -257,6 +257,6 @@ def _parts_problem(
         return "no line of code is added"
     if num_added > config.max_added_lines:
         return "too many lines are added"
-    if len(parts.test.encode()) > config.max_test_patch_bytes:
+    if len(parts.test.encode("utf-8", "surrogateescape")) > config.max_test_patch_bytes:
         return "test patch is too large"
     return None

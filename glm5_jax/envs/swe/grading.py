@@ -4,13 +4,14 @@
 2. `submissions.filter_changes` drops what an attempt may not change.
 3. A fresh sandbox over the environment's layer gets the changes. The tests come from the instance, and belong to root.
 4. Planted tests show whether results are real: one passes, the others fail, each by another assertion. Variants of the
-   instance's own tests, which expect another value, must fail too (Python only).
+   instance's own tests, which expect another value, must fail too.
 5. The project is rebuilt, and the tests run as an unprivileged user within a time limit from gold's times.
 6. Reports are read after all processes ended. The exit code comes from the process, and must agree with them.
 7. The reward is 1 if all tests of both lists pass, and 0 otherwise.
 
-The code under test runs in the process of its tests. In languages other than Python it can forge a whole report, if it
-finds the planted tests by their text and reports them as they are; `awareness` shows a judge the lines that do so.
+The code under test runs in the process of its tests, so it can write a whole report itself. It finds the planted tests by their
+names, and reports them as they are. It cannot tell variants from the tests that it has to pass. C has no variants, because a
+failing one would fail its program; `awareness` shows a judge the lines that forge.
 
 Where a run gives no result, the gold patch is graded as a control. If gold does not resolve the instance either, the
 environment failed and there is no reward.
@@ -31,6 +32,7 @@ from glm5_jax.envs.swe.file_tree import (
     TreeError,
     TreeFile,
     changed_files,
+    digest_tree,
     put_tree,
     remove_files,
     save_tree,
@@ -45,8 +47,11 @@ from glm5_jax.envs.swe.resolution import Resolution, resolve
 from glm5_jax.envs.swe.runs import RebuildError, RunCommands, RunResult, rebuild, run_tests
 from glm5_jax.envs.swe.sources import apply_patch
 from glm5_jax.envs.swe.submissions import IGNORED_FOLDERS, SweSubmission, filter_changes
+from glm5_jax.envs.swe.test_files import find_test_files
 
+VARIANTS = "variants"  # label of instances; False: variants of their tests disturb other tests
 _TAG_LETTERS = 10
+_MAX_REPORTS = 256
 # Makes a test file root's, and keeps others from replacing it or a folder above it.
 _PROTECT = (
     "cd {workdir} && {{ [ ! -e {recipe} ] || chown -hR root:root {recipe}; }} && xargs -0 chown -h root:root -- && chown root:root . && chmod 1777 . "
@@ -108,8 +113,12 @@ class SweGrader:
       limits: limits of sandboxes.
       walls: protections; all of them, except in tests of one.
       judge: decides on lines that name a runner or a test, if an attempt resolves the instance; None: they do not count.
+      caches_reports: whether equal changes are graded once, as attempts of an RL group often are.
 
     Raises InstanceError if the instance cannot be graded, RecipeError if its recipe is not known.
+
+    Attributes:
+      has_variants: whether variants of the instance's tests are planted.
     """
 
     def __init__(
@@ -119,6 +128,7 @@ class SweGrader:
         limits: SweLimits = SweLimits(),
         walls: Walls = Walls(),
         judge: AwarenessJudge | None = None,
+        caches_reports: bool = False,
     ):
         check_gradable(instance)
         self.instance, self.layer = instance, layer
@@ -137,7 +147,13 @@ class SweGrader:
         self._base: FileTree | None = None
         self._tests: Mapping[str, TreeFile | None] = {}
         self._gold: AttemptReport | None = None
+        self._reports: dict[str, AttemptReport] | None = {} if caches_reports else None
+        self.has_variants = bool(instance.labels.get(VARIANTS, True))
         self._lock = asyncio.Lock()
+
+    def drop_variants(self) -> None:
+        """Plants no variants of the instance's tests, because gold fails with them."""
+        self.has_variants = False
 
     async def grade_patch(self, patch: str | None) -> AttemptReport:
         """Grades a patch, as of a prediction; None or an empty text is an attempt without changes."""
@@ -160,6 +176,14 @@ class SweGrader:
         except (SandboxFileError, TreeError) as error:
             return self._report(0.0, f"what the agent left cannot be graded: {error}")
         return await self._grade(changes, patch_exists=bool(changes))
+
+    async def grade_failure(self, error: str) -> AttemptReport:
+        """Grades an attempt whose sandbox failed: 0 if the gold patch still resolves the instance, else no reward."""
+        problem = await self._gold_problem()
+        if problem is None:
+            return self._report(0.0, f"the attempt's sandbox failed: {error}", patch_exists=False)
+        infra_reason = f"the sandbox failed ({error}), and gold fails too: {problem}"
+        return self._report(None, None, patch_exists=False, infra_reason=infra_reason)
 
     async def submission(self, changes: Mapping[str, TreeFile | None]) -> SweSubmission:
         """Returns what of some changes is graded."""
@@ -187,6 +211,23 @@ class SweGrader:
 
     async def _grade(
         self, changes: Mapping[str, TreeFile | None], *, patch_exists: bool = True
+    ) -> AttemptReport:
+        """Grades changes, or returns the report of equal ones."""
+        if self._reports is None:
+            return await self._grade_changes(changes, patch_exists)
+        removed = sorted(path for path, file in changes.items() if file is None)
+        key = f"{removed} {digest_tree({k: f for k, f in changes.items() if f is not None})}"
+        if key not in self._reports:
+            report = await self._grade_changes(changes, patch_exists)
+            if report.reward is None:
+                return report
+            if len(self._reports) >= _MAX_REPORTS:
+                self._reports.pop(next(iter(self._reports)))
+            self._reports[key] = report
+        return self._reports[key]
+
+    async def _grade_changes(
+        self, changes: Mapping[str, TreeFile | None], patch_exists: bool
     ) -> AttemptReport:
         """Grades changes, with the gold patch as a control where they give no result."""
         try:
@@ -246,9 +287,12 @@ class SweGrader:
             tree = await self._put(box, base, submission)
             canaries = None
             if self._walls.plants_canaries:
-                canaries = self._recipe.canaries(tree, self._focus(), tag)
+                canaries = self._recipe.canaries(tree, self._focus(tree), tag)
+                if not self.has_variants:
+                    canaries = dataclasses.replace(canaries, variant_files={}, variants=())
                 user = "root" if self._walls.protects_tests else "agent"
-                await put_tree(box, WORKDIR, canaries.files, user=user)
+                planted = {**canaries.files, **canaries.variant_files}
+                await put_tree(box, WORKDIR, planted, user=user)
             if self._walls.protects_tests:
                 await self._protect(box, tree, canaries)
             try:
@@ -284,13 +328,15 @@ class SweGrader:
             raise AttemptError(f"the changes cannot be written: {error.args[-1]}") from None
         return with_changes(base, changes)
 
-    def _focus(self) -> list[str]:
-        return [path for path, file in self._tests.items() if file is not None]
+    def _focus(self, tree: FileTree) -> list[str]:
+        """Returns the test files of the instance; those with its tests where the test patch is empty."""
+        written = [path for path, file in self._tests.items() if file is not None]
+        return written or find_test_files(tree, self.instance.FAIL_TO_PASS)
 
     async def _protect(self, box: Sandbox, tree: FileTree, canaries: Canaries | None) -> None:
         """Makes test files, and the folders above them, root's."""
-        planted = set(canaries.files) if canaries else set()
-        tests = {path for path in tree if is_test_path(path)} | {*self._focus()} | planted
+        planted = {*canaries.files, *canaries.variant_files} if canaries else set()
+        tests = {path for path in tree if is_test_path(path)} | {*self._focus(tree)} | planted
         folders = {folder for path in tests for folder in _folders_above(path)}
         names = "".join(f"{path}\0" for path in sorted({*tests, *folders}))
         done = await box.exec(
@@ -388,7 +434,7 @@ def passing_variants(report: RunReport, canaries: Canaries) -> list[str]:
     return [
         variant
         for variant in canaries.variants
-        if {status for name, status in statuses.items() if name.endswith(variant)} != {"fail"}
+        if {status for name, status in statuses.items() if variant in name} != {"fail"}
     ]
 
 

@@ -324,7 +324,10 @@ def check_instance(instance: SweInstance, where: str) -> None:
 
 def check_gradable(instance: SweInstance) -> None:
     """Raises InstanceError if an attempt at the instance could not be graded."""
-    for field in ("patch", "test_patch", "FAIL_TO_PASS", "test_cmds", "log_parser"):
+    # The tests of a bug that was made are in its tree already.
+    needed = ("patch", "FAIL_TO_PASS", "test_cmds", "log_parser")
+    is_mutation = instance.issue is not None and instance.issue.kind == "mutation"
+    for field in needed if is_mutation else ("test_patch", *needed):
         if not getattr(instance, field):
             raise InstanceError(
                 f"instance {instance.instance_id}: {field} is empty; run its three arms before it is graded"

@@ -100,7 +100,7 @@ class LayerStore:
     """
 
     def __init__(self, folder: str | os.PathLike, limits: SweLimits = SweLimits()):
-        self.folder = pathlib.Path(folder)
+        self.folder = pathlib.Path(folder).absolute()  # sandboxes start in other folders
         self.limits = limits
         self.folder.mkdir(parents=True, exist_ok=True)
         for unfinished in self.folder.glob(".sha256-*"):  # of builders that were killed

@@ -16,7 +16,7 @@ import msgspec
 from glm5_jax.envs.sandbox import Sandbox, SandboxFileError
 from glm5_jax.envs.swe.arms import ArmRuns, fill_instance, run_arms
 from glm5_jax.envs.swe.builder import BuildError, BuiltProject, RuleBuilder
-from glm5_jax.envs.swe.grading import SweGrader
+from glm5_jax.envs.swe.grading import VARIANTS, SweGrader
 from glm5_jax.envs.swe.instance import AttemptReport, SweInstance
 from glm5_jax.envs.swe.layers import StoredLayer, SweLimits
 from glm5_jax.envs.swe.patch_edits import drop_last_hunk
@@ -68,8 +68,10 @@ async def make_instance(draft: SweInstance, change: Change, builder: RuleBuilder
     result = MadeInstance(instance=instance, classes=classes, built=built)
     reason = classes.invalid_reason or await leak_of(instance, built.layer, limits)
     if reason is None:
-        gradings = await grade_controls(SweGrader(instance, built.layer, limits), instance.patch)
+        grader = SweGrader(instance, built.layer, limits)
+        gradings = await grade_controls(grader, instance.patch)
         labels = {**instance.labels, "checks_last_hunk": gradings["last_hunk"].reward == 0.0}
+        labels |= {} if grader.has_variants else {VARIANTS: False}
         instance = msgspec.structs.replace(instance, labels=labels)
         result = dataclasses.replace(result, gradings=gradings, instance=instance)
         reason = _grading_problem(gradings)
@@ -78,8 +80,13 @@ async def make_instance(draft: SweInstance, change: Change, builder: RuleBuilder
 
 async def grade_controls(grader: SweGrader, gold: str) -> dict[str, AttemptReport]:
     """Returns the reports on the gold patch, on no change, and on gold without its last hunk."""
-    attempts = {"gold": gold, "empty": "", "last_hunk": drop_last_hunk(gold)}
-    return {name: await grader.grade_patch(patch) for name, patch in attempts.items()}
+    reports = {"gold": await grader.grade_patch(gold)}
+    if reports["gold"].reward != 1.0:  # a variant can disturb other tests, or not compile
+        grader.drop_variants()
+        reports["gold"] = await grader.grade_patch(gold)
+    for name, patch in (("empty", ""), ("last_hunk", drop_last_hunk(gold))):
+        reports[name] = await grader.grade_patch(patch)
+    return reports
 
 
 def _grading_problem(gradings: Mapping[str, AttemptReport]) -> str | None:

@@ -20,7 +20,7 @@ MAX_SHOWN = 2 * (SandboxConfig.end_bytes // 4)
 _RUN = 'cd -- "$1" 2>/dev/null || cd /; exec /bin/bash -c "$0" 2>&1'
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class BashConfig:
     """Limits of commands. Raises ValueError for values out of range.
 

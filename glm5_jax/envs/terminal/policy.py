@@ -145,29 +145,51 @@ class Policy:
                 config=self._config.loop(),
                 fields=self._fields,
             )
-            episode = agent.begin(self._config.chat_task(task))
-            try:
-                trace = await episode.run()
-            except ToolError as error:
-                # The sandbox failed. The trial finds out whether the policy caused that.
-                self._on_trace(task, episode.trace(SANDBOX_FAILED, str(error)))
-                raise error.__cause__ or error from None
-            except asyncio.CancelledError:
-                # The task's time limit was reached, unless the trial was cancelled.
-                if sandbox.time_left_s <= 0:
-                    self._on_trace(task, episode.end_by_timeout())
-                raise
-        self._on_trace(task, trace)
-        return self._limit(trace)
+            trace = await run_episode(
+                agent,
+                self._config.chat_task(task),
+                lambda trace: self._on_trace(task, trace),
+                lambda: sandbox.time_left_s > 0,
+            )
+        return describe_limit(trace, self._config)
 
-    def _limit(self, trace: Trace) -> str | None:
-        limits = {
-            ANSWER: None,
-            CUT_OFF: "by a reply that was cut off",
-            TURNS: f"after {self._config.max_turns} replies (max_turns)",
-            TOKENS: f"after {self._config.max_tokens} tokens (max_tokens)",
-            TIMEOUT: f"after {self._config.timeout_s:g} s (timeout_s)",
-            REJECTED: f"by its server, which reads no more of it ({trace.error})",
-        }
-        limit = limits[trace.ended]
-        return limit and f"the policy was ended {limit}"
+
+async def run_episode(
+    agent: ChatAgent,
+    task: Task,
+    on_trace: Callable[[Trace], None],
+    has_time: Callable[[], bool] = lambda: True,
+) -> Trace:
+    """Runs an agent in a sandbox to its end and returns the trace, which `on_trace` receives however it ends.
+
+    Raises ServerError, and SandboxError or OSError if the sandbox failed.
+
+    has_time: whether the agent has time left; if not, a cancellation is the end of its time.
+    """
+    episode = agent.begin(task)
+    try:
+        trace = await episode.run()
+    except ToolError as error:
+        # The sandbox failed. The caller finds out whether the policy caused that.
+        on_trace(episode.trace(SANDBOX_FAILED, str(error)))
+        raise error.__cause__ or error from None
+    except asyncio.CancelledError:
+        if not has_time():
+            on_trace(episode.end_by_timeout())
+        raise
+    on_trace(trace)
+    return trace
+
+
+def describe_limit(trace: Trace, config: AttemptConfig) -> str | None:
+    """Returns a description of the limit that ended a trace; None if the policy ended it."""
+    limits = {
+        ANSWER: None,
+        CUT_OFF: "by a reply that was cut off",
+        TURNS: f"after {config.max_turns} replies (max_turns)",
+        TOKENS: f"after {config.max_tokens} tokens (max_tokens)",
+        TIMEOUT: f"after {config.timeout_s:g} s (timeout_s)",
+        REJECTED: f"by its server, which reads no more of it ({trace.error})",
+    }
+    limit = limits[trace.ended]
+    return limit and f"the policy was ended {limit}"

@@ -44,10 +44,19 @@ class Shell:
       user: name or number of the agent's user.
       workdir: folder in which commands start, and which is graded.
       timeout_s: time limit of the agent, in seconds.
+      env: environment variables of all commands; None: none.
     """
 
-    def __init__(self, box: Sandbox, user: str, workdir: str, timeout_s: float):
+    def __init__(
+        self,
+        box: Sandbox,
+        user: str,
+        workdir: str,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+    ):
         self._box, self._user, self.workdir, self._timeout_s = box, user, workdir, timeout_s
+        self._env = dict(env or {})
         self._end = time.monotonic() + timeout_s
 
     @property
@@ -70,7 +79,7 @@ class Shell:
             self._user,
             ["/bin/bash", "-c", command] if isinstance(command, str) else command,
             cwd=cwd or self.workdir,
-            env=env or {},
+            env={**self._env, **(env or {})},
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             stdin=stdin,
         )

@@ -86,7 +86,7 @@ def test_names_variants_that_pass():
     (name,) = canaries.variants
     path = f"tests/{name.partition('::')[0]}.py"
 
-    assert "assert calc.add(2, 3) == 6" in canaries.files[path].content.decode()
+    assert "assert calc.add(2, 3) == 6" in canaries.variant_files[path].content.decode()
     assert path not in SOLVED
     for status, passing in (("fail", []), ("pass", [name]), ("skip", [name])):
         report = RunReport(statuses={f"tests.{name}": status})

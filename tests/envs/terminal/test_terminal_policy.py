@@ -216,7 +216,9 @@ def test_broken_sandbox_scores_zero_if_others_work(tmp_path, monkeypatch):
 
 
 def test_omits_old_results_by_config():
-    config = dataclasses.replace(CONFIG, context=ContextConfig(1, None), thinking=False)
+    config = dataclasses.replace(
+        CONFIG, context=ContextConfig(keep_rounds=1, max_prompt_tokens=None), thinking=False
+    )
     client, traces = Scripted([[bash("echo a")], [bash("echo b")], "Done."]), []
 
     async def work():

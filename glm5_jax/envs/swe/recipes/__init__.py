@@ -2,6 +2,7 @@
 
 from glm5_jax.envs.swe.file_tree import FileTree
 from glm5_jax.envs.swe.paths import is_test_path, language_of
+from glm5_jax.envs.swe.recipes.agent import AGENT_PREFIX, AgentRecipe
 from glm5_jax.envs.swe.recipes.cmake import CMakeRecipe
 from glm5_jax.envs.swe.recipes.golang import GoRecipe
 from glm5_jax.envs.swe.recipes.java import JavaRecipe
@@ -35,6 +36,8 @@ _VENDORED = {"vendor", "third_party", "node_modules", "external", "debian"}
 
 def find_recipe(name: str) -> ProjectRecipe:
     """Returns a recipe by its name and version. Raises RecipeError if there is none."""
+    if name.startswith(AGENT_PREFIX):
+        return AgentRecipe(find_recipe(name.removeprefix(AGENT_PREFIX)))
     for recipe in _RECIPES:
         if recipe.name == name:
             return recipe

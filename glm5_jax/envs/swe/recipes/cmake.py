@@ -15,6 +15,7 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
+from glm5_jax.envs.swe.recipes.token_variants import plant_variants
 
 _OPTION = re.compile(r"^\s*(?:option|cmake_dependent_option)\s*\(\s*(\w+)", re.MULTILINE)
 _ON = re.compile(r"TESTS?(?:ING)?(?:$|_)|_UTILS$")
@@ -130,8 +131,13 @@ def _gtest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) 
     source = "\n".join([*lines, ""])
     files = _append(tree, lists, f"target_sources({programs[0]} PRIVATE t{tag}.cpp)\n")
     path = posixpath.join(posixpath.dirname(lists), f"t{tag}.cpp")
+    variant_files, variants = plant_variants(tree, focus, "cpp")
     return Canaries(
-        files={**files, path: text_file(source)}, passing=f"A{tag}::", failing=f"Z{tag}::"
+        files={**files, path: text_file(source)},
+        passing=f"A{tag}::",
+        failing=f"Z{tag}::",
+        variant_files=variant_files,
+        variants=variants,
     )
 
 

@@ -15,6 +15,7 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
+from glm5_jax.envs.swe.recipes.token_variants import plant_variants
 
 _REQUIRE = re.compile(r"^\s*(?:require\s+)?([\w.-]+\.\w+/\S+) v\S+", re.MULTILINE)
 
@@ -65,6 +66,11 @@ class GoRecipe:
             f"func TestA{word}(t *testing.T) {{}}\n\nfunc TestZ{word}(t *testing.T) {{ t.Fail() }}\n"
         )
         path = posixpath.join(posixpath.dirname(near), f"t{tag}_test.go")
+        variant_files, variants = plant_variants(tree, focus, "go")
         return Canaries(
-            files={path: text_file(source)}, passing=f"TestA{word}", failing=f"TestZ{word}"
+            files={path: text_file(source)},
+            passing=f"TestA{word}",
+            failing=f"TestZ{word}",
+            variant_files=variant_files,
+            variants=variants,
         )

@@ -20,6 +20,7 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
+from glm5_jax.envs.swe.recipes.token_variants import plant_variants
 
 _JARS = pathlib.Path("/usr/share/java")
 _ALWAYS = (
@@ -116,7 +117,14 @@ class JavaRecipe:
             files[posixpath.join(folder, f"{name}.java")] = text_file(source)
         listed = "".join(f"{path}\n" for path in files)
         files[f"{RECIPE_FOLDER}/{tag}.txt"] = text_file(listed)
-        return Canaries(files=files, passing=names[0], failing=names[1])
+        variant_files, variants = plant_variants(tree, focus, "java")
+        return Canaries(
+            files=files,
+            passing=names[0],
+            failing=names[1],
+            variant_files=variant_files,
+            variants=variants,
+        )
 
 
 def _class_path(pom: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from glm5_jax.envs.swe.recipes.plan import (
     first_focus,
     text_of,
 )
+from glm5_jax.envs.swe.recipes.token_variants import plant_variants
 
 _MODULES = "/tools/node/node_modules"
 _LINK = TreeFile(stat.S_IFLNK | 0o777, _MODULES.encode())
@@ -82,7 +83,14 @@ class JavaScriptRecipe:
             is_module = is_module and not path.endswith(".cjs")
             head = _js_imports(runner, uses_chai, is_module)
             files[path] = text_file(head + _js_tests(runner, name, tests))
-        return Canaries(files=files, passing=names[0], failing=names[1])
+        variant_files, variants = plant_variants(tree, focus, "javascript")
+        return Canaries(
+            files=files,
+            passing=names[0],
+            failing=names[1],
+            variant_files=variant_files,
+            variants=variants,
+        )
 
 
 class TypeScriptRecipe:
@@ -137,7 +145,14 @@ class TypeScriptRecipe:
         }
         listed = "".join(f"{path}\n" for path in files)
         files[f"{RECIPE_FOLDER}/{tag}.txt"] = text_file(listed)
-        return Canaries(files=files, passing=f" {names[0]}".strip(), failing=names[1])
+        variant_files, variants = plant_variants(tree, focus, "typescript")
+        return Canaries(
+            files=files,
+            passing=names[0],
+            failing=names[1],
+            variant_files=variant_files,
+            variants=variants,
+        )
 
 
 def _package(tree: FileTree) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
+from glm5_jax.envs.swe.recipes.token_variants import plant_variants
 
 _DPKG_LISTS = pathlib.Path("/var/lib/dpkg/info")
 _DEBIAN_CLASSES = "/usr/share/php"
@@ -84,7 +85,14 @@ class PhpRecipe:
             posixpath.join(folder, f"{name}Test.php"): text_file(text.format(name, value))
             for name, value in zip(names, (1, 2))
         }
-        return Canaries(files=files, passing=f"{names[0]}Test", failing=f"{names[1]}Test")
+        variant_files, variants = plant_variants(tree, focus, "php")
+        return Canaries(
+            files=files,
+            passing=f"{names[0]}Test",
+            failing=f"{names[1]}Test",
+            variant_files=variant_files,
+            variants=variants,
+        )
 
 
 def _requirements(required: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -34,6 +34,7 @@ class ProjectPlan:
       npm: packages that must be in the layer of Node modules.
       variables: environment variables.
       per_test_cmd: command for one test, with `{name}`.
+      log_parser_source: source of a generated parser; None: a built-in one.
     """
 
     recipe: str
@@ -47,6 +48,7 @@ class ProjectPlan:
     npm: tuple[str, ...] = ()
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     per_test_cmd: str = ""
+    log_parser_source: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class Canaries:
 
     Attributes:
       files: files to write into the tree.
+      variant_files: files that hold the variants.
       passing, failing: words that only the names of the tests that pass, and of those that fail, contain.
       variants: names of tests like those in focus that must fail, because they expect another value.
     """
@@ -62,6 +65,7 @@ class Canaries:
     files: Mapping[str, TreeFile]
     passing: str
     failing: str
+    variant_files: Mapping[str, TreeFile] = dataclasses.field(default_factory=dict)
     variants: tuple[str, ...] = ()
 
 

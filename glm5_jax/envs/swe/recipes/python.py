@@ -78,19 +78,19 @@ class PythonRecipe:
             f"class Test{tag.capitalize()}(unittest.TestCase):{methods}",
         }
         files = {posixpath.join(folder, name): text_file(text) for name, text in texts.items()}
-        variants = []
+        variants, variant_files = [], {}
         for path in focus:
             variant = make_variant(text_of(tree, path)) if path in tests else None
             if variant is not None:
                 stem = _variant_stem(tree, path)
-                files[posixpath.join(posixpath.dirname(path), f"{stem}.py")] = text_file(
-                    variant.text
-                )
+                place = posixpath.join(posixpath.dirname(path), f"{stem}.py")
+                variant_files[place] = text_file(variant.text)
                 variants.append(f"{stem}{'.' if '::' in variant.name else '::'}{variant.name}")
         return Canaries(
             files=files,
-            passing=f"test_a{tag}::test_a{tag}",
+            passing=f"test_a{tag}",
             failing=f"test_z{tag}",
+            variant_files=variant_files,
             variants=tuple(variants),
         )
 

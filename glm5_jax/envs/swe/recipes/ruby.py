@@ -17,6 +17,7 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
+from glm5_jax.envs.swe.recipes.token_variants import plant_variants
 
 _REQUIRE = re.compile(r"^require ['\"]([\w/-]+)['\"]", re.MULTILINE)
 _LIBRARIES = pathlib.Path("/usr/lib/ruby")
@@ -88,7 +89,14 @@ class RubyRecipe:
         for name, word, tests in zip(names, words, bodies):
             lines = "".join(line.format(test, body) for test, body in tests.items())
             files[posixpath.join(folder, name)] = text_file(f"{head.format(word)}{lines}end\n")
-        return Canaries(files=files, passing=words[0], failing=words[1])
+        variant_files, variants = plant_variants(tree, focus, "ruby")
+        return Canaries(
+            files=files,
+            passing=words[0],
+            failing=words[1],
+            variant_files=variant_files,
+            variants=variants,
+        )
 
 
 def _helper_packages(tree: FileTree) -> list[str]:

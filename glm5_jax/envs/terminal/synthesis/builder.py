@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import os
 import pathlib
 import shutil
 import time
@@ -31,6 +30,7 @@ from glm5_jax.envs.terminal.synthesis.task_source import (
     write_task,
 )
 from glm5_jax.envs.terminal.synthesis.verifier_texts import TEST_FILE, count_assertions
+from glm5_jax.runtime.files import replace_text
 
 ACCEPTED, GIVEN_UP = "accepted", "given_up"
 _PARTS = ("environment/", "tests/", "solution/")
@@ -293,7 +293,4 @@ def _locked(work: pathlib.Path) -> Iterator[None]:
 
 
 def _write_json(file: pathlib.Path, content: Mapping) -> None:
-    """Replaces a file atomically."""
-    new = file.with_name(file.name + ".new")
-    new.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    os.replace(new, file)
+    replace_text(file, json.dumps(content, indent=1, sort_keys=True) + "\n")
