@@ -1,0 +1,1 @@
+"""Notebooks that demonstrate the project, and the code that they share."""

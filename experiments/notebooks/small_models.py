@@ -1,0 +1,94 @@
+"""Trains and measures the small models of the notebooks, in about a minute on two CPU cores."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from experiments import pretrain
+from glm5_jax import presets
+from glm5_jax.checkpoint import models
+from glm5_jax.config import ModelConfig
+from glm5_jax.data.loader import held_out_batches
+from glm5_jax.data.mixture import AnySourceConfig, DataConfig
+from glm5_jax.data.sources import SourceConfig
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.pretraining import ExperimentConfig, train
+
+SHAKESPEARE = (SourceConfig(kind="shakespeare"),)
+
+
+def small_model(**changes) -> ModelConfig:
+    """Returns the `tiny` preset with two layers, the second with experts, no MTP and dense attention.
+
+    changes: other fields.
+    """
+    small = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "attention": "dense"}
+    return dataclasses.replace(presets.tiny(), **small | changes)
+
+
+def short_stage(
+    model: ModelConfig,
+    *,
+    steps: int,
+    sources: Sequence[AnySourceConfig] = SHAKESPEARE,
+    length: int = 128,
+    rows: int = 8,
+    peak: float = 5e-3,
+    **changes,
+) -> ExperimentConfig:
+    """Returns a stage of training on rows of text or chats that saves its end only.
+
+    Args:
+      length, rows: tokens of a row, and rows of a batch.
+      peak: highest learning rate.
+      changes: other fields.
+    """
+    base = pretrain.tiny()
+    is_text = all(isinstance(source, SourceConfig) for source in sources)
+    config = dataclasses.replace(
+        base,
+        name="notebook",
+        model=model,
+        data=DataConfig(
+            sources=tuple(sources),
+            sequence_length=length,
+            packing="concat" if is_text else "best_fit",
+        ),
+        batch=pretrain.constant_batch(rows * length),
+        schedule=dataclasses.replace(base.schedule, peak=peak, total_steps=steps),
+        step=dataclasses.replace(base.step, mtp_steps=model.num_nextn_predict_layers),
+        train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=steps, keep=1),
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def train_model(
+    config: ExperimentConfig, workdir: str | os.PathLike
+) -> tuple[glm5.Glm5, Tokenizer]:
+    """Trains a model, unless the workdir has it already. Returns it and its tokenizer."""
+    train(config, workdir)
+    return models.load_model(workdir), models.load_tokenizer(workdir)
+
+
+def held_out_text(tokenizer: Tokenizer, rows: int, length: int) -> Int[np.ndarray, "rows length"]:
+    """Returns rows of the part of Shakespeare that `short_stage` does not train on."""
+    data = DataConfig(sources=SHAKESPEARE, sequence_length=length)
+    batches = held_out_batches(data, SHAKESPEARE[0], tokenizer, rows, max_rows=rows)
+    return next(batches)["token_ids"]
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def token_losses(
+    params: PyTree, tokens: Int[Array, "b t"], cfg: ModelConfig
+) -> Float[Array, "b t-1"]:
+    """Returns the loss of each token after the first, in nats."""
+    log_probs = jax.nn.log_softmax(glm5.forward(params, tokens, cfg).logits[:, :-1])
+    return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
