@@ -374,4 +374,10 @@ def _files(source: str, pattern: str) -> list[pathlib.Path]:
     paths = [path for path in map(pathlib.Path, matches) if path.is_file()]
     if not paths:
         raise ValueError(f"source {source!r}: no file matches; give a jsonl file or a glob")
+    if table := next((path for path in paths if path.suffix == ".parquet"), None):
+        raise ValueError(
+            f'source {source!r}: {table} is a table, and conversations are lines of JSON; convert it: python -c "import '
+            f"json, pyarrow.parquet as p; print(*map(json.dumps, p.read_table('{table}').to_pylist()), sep='\\n')\" "
+            ">chats.jsonl"
+        )
     return paths

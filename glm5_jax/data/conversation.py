@@ -4,9 +4,10 @@ A line is a JSON object:
 
     {"messages": [...], "tools": [...], "mode": "preserved"}
 
-messages and tools are in OpenAI's form. mode (text/thinking.py) and unused tools may be missing. An assistant's message may
-have `"weight": 0`, or `"error": "why"`, as an external verdict, for example on a step that was reverted later. Content that
-a text chat cannot hold (images, calls in an older form) is rejected, not dropped.
+messages and tools are in OpenAI's form; chat_forms.py converts others. mode (text/thinking.py) and unused tools may be
+missing. An assistant's message may have `"weight": 0`, or `"error": "why"`, as an external verdict, for example on a
+step that was reverted later. Content that a text chat cannot hold (images, calls in an older form) is rejected, not
+dropped.
 
 Error masking: a message with a mistake stays in the context, so that the model is trained on its correction, but not on
 the message. Mistakes are:
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from glm5_jax.data.chat_forms import to_openai_form
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.runtime.files import check_line
 from glm5_jax.text.layouts import VARIANTS
@@ -88,7 +90,7 @@ VERDICT_FIELDS = frozenset(("weight", "error"))  # fields of a message that no c
 
 def unread_fields(line: str | bytes | Mapping) -> list[str]:
     """Returns the names of ignored fields ("messages.NAME" for those of a message) of a line that `parse_line` accepts."""
-    value = line if isinstance(line, Mapping) else read_json(line)
+    value = to_openai_form(line if isinstance(line, Mapping) else read_json(line))
     names = set(value) - LINE_FIELDS
     for message in value["messages"]:
         unknown = set(message) - MESSAGE_FIELDS - VERDICT_FIELDS - MISPLACED_FIELDS.keys()
@@ -100,9 +102,9 @@ def parse_line(line: str | bytes | Mapping) -> Conversation:
     """Parses a line. Raises ChatError if it is not JSON in UTF-8, or has invalid messages or tools."""
     # Fields of the line.
     value = line if isinstance(line, Mapping) else read_json(line)
-    if not isinstance(value, Mapping) or "messages" not in value:
-        have = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-        raise ChatError(f"the line has no messages; it has {have or 'nothing'}")
+    if not isinstance(value, Mapping):
+        raise ChatError(f"the line has no messages; it is of type {type(value).__name__}")
+    value = to_openai_form(value)
     if value.get("functions"):
         raise ChatError("the line has functions, an older form; give them as tools")
     mode, tools = value.get("mode"), value.get("tools") or None

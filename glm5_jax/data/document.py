@@ -6,7 +6,7 @@ split is decided per part, so that a held-out short text is not trained on as pa
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 PASSAGE_LENGTH = 4096  # characters
@@ -151,12 +151,29 @@ def decode(content: bytes, where: object) -> str:
 
 
 def passages(text: str) -> list[str]:
-    """Splits a text at blank lines into passages of about `PASSAGE_LENGTH`; joined, they are the text again."""
+    """Splits a text at blank lines into passages of about `PASSAGE_LENGTH`; joined, they are the text again.
+
+    A longer paragraph is split at its line ends or, without any, at its blanks.
+    """
     parts, current = [], ""
     for paragraph in text.split("\n\n"):
-        if current and len(current) + len(paragraph) > PASSAGE_LENGTH:
-            parts.append(current)
-            current = ""
-        current += paragraph + "\n\n"
+        for piece in _pieces(paragraph):
+            if current and len(current) + len(piece) > PASSAGE_LENGTH:
+                parts.append(current)
+                current = ""
+            current += piece
+        current += "\n\n"
     parts.append(current[: -len("\n\n")])
     return [passage for passage in parts if passage.strip()]
+
+
+def _pieces(paragraph: str) -> Iterator[str]:
+    """Yields pieces of at most `PASSAGE_LENGTH`; joined, they are the paragraph again."""
+    start = 0
+    while len(paragraph) - start > PASSAGE_LENGTH:
+        limit = start + PASSAGE_LENGTH
+        ends = (paragraph.rfind(mark, start, limit) + 1 for mark in ("\n", " "))
+        end = next((end for end in ends if end > start), limit)
+        yield paragraph[start:end]
+        start = end
+    yield paragraph[start:]

@@ -162,6 +162,13 @@ def held_out_batches(
         yield _stack(batch + [blank_row(batch[0])] * (batch_size - len(batch)))
 
 
+def take_rows(batch: Batch, part: int, num_parts: int) -> Batch:
+    """Returns part `part` of `num_parts` equal parts of a batch's rows, such as those of one process."""
+    num_rows = len(next(iter(batch.values()))) // num_parts
+    rows = slice(num_rows * part, num_rows * (part + 1))
+    return {name: values[rows] for name, values in batch.items()}
+
+
 def _shards_of_host(num_shards: int, index: int, count: int) -> range:
     """Returns the shards that provide a host's rows of a batch.
 

@@ -15,7 +15,7 @@ from glm5_jax.data.synthetic import LongContextTaskConfig, LongContextTasks
 from glm5_jax.text.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class TaskSourceConfig:
     """Tasks of one kind and length (synthetic.py) as a source of a mixture. Raises ValueError for a bad weight.
 
@@ -163,5 +163,5 @@ def mid_training_sources(
             sources_of_stage.append(dataclasses.replace(source, weight=weight, **changes))
     if shares.recall:
         tasks = recall or LongContextTaskConfig(kind="mrcr", length=length)
-        sources_of_stage.append(TaskSourceConfig(tasks, shares.recall))
+        sources_of_stage.append(TaskSourceConfig(tasks=tasks, weight=shares.recall))
     return tuple(sources_of_stage)

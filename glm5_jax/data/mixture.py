@@ -114,6 +114,17 @@ class DataConfig:
                 )
 
     @property
+    def has_user_files(self) -> bool:
+        """Whether a source reads files of the user; the others are shipped or generated."""
+        return any(
+            isinstance(source, ChatSourceConfig)
+            and isinstance(source.chats, str)
+            or isinstance(source, SourceConfig)
+            and bool(source.path)
+            for source in self.sources
+        )
+
+    @property
     def chat_variant(self) -> str | None:
         """The layout of the chats; None: there are no chats."""
         return next((s.variant for s in self.sources if isinstance(s, ChatSourceConfig)), None)
@@ -209,6 +220,9 @@ def _open(
     if isinstance(source_config, TaskSourceConfig):
         return source_config.open(tokenizer, fraction, training=training)
     documents = open_documents(source_config)
+    if source_config.kind == "text" and len(documents) == 1 and fraction:
+        # A single text is divided by its passages, because no fraction of one document can be held out.
+        documents = open_documents(dataclasses.replace(source_config, kind="books"))
     for index in range(len(documents)):
         if _part_in_split(config, source_config, documents[index], training):
             return documents
@@ -225,9 +239,7 @@ def _reason_and_fix(
     """Returns why a source has no document in a split, and what to change."""
     if not any(documents[index].num_characters for index in range(len(documents))):
         return "all empty; give files with text"
-    if len(documents) == 1 and source_config.kind == "text":
-        return "which cannot be divided; use kind 'passages', which cuts a file at blank lines, or set held_out_fraction to 0"
-    return f"held_out_fraction {fraction}; add documents or change the fraction"
+    return f"held_out_fraction {fraction}; add documents, or change the fraction (0: nothing is held out)"
 
 
 def _part_in_split(config, source_config, document: Document, training: bool) -> Document | None:

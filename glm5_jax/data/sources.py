@@ -1,7 +1,7 @@
 """Opens documents on disk as random-access sources: `len(source)` documents, `source[i]` one of them.
 
-- Opening a source reads its index only. Exceptions are `passages` and `parquet`, whose text is held in memory, and
-  interleaved sources, which read every document to compare them. Use jsonl or array_record for corpora beyond memory.
+- Opening a source reads its index only. Exceptions are `passages`, `parquet` and `arrow`, whose text is held in memory,
+  and interleaved sources, which read every document to compare them. Use jsonl or array_record for corpora beyond memory.
 - Reads are thread-safe and deterministic, as Grain requires.
 - Invalid text in a file raises a ValueError with the file and the position.
 """
@@ -16,7 +16,7 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grain
 import msgspec
@@ -36,6 +36,9 @@ from glm5_jax.data.document import (
 from glm5_jax.data.interleave import InterleaveConfig, Interleaved
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.runtime.files import check_line, read_line, read_lines
+
+if TYPE_CHECKING:
+    import pyarrow
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
 SHAKESPEARE = ASSETS / "tinyshakespeare.txt"
@@ -57,17 +60,18 @@ class SourceConfig:
 
     Attributes:
       kind: one of
-        - "text": a document per file,
+        - "text": a document per file, such as .txt and .md (a single file is divided like "books"),
         - "passages": files split at blank lines into documents of about 4096 characters,
         - "books": the same files, a document per file,
         - "repositories": a document per entry of the path's fixed folder (the part before the first `*`), a folder or a
           file, with its files one after the other,
         - "jsonl", "parquet", "array_record",
+        - "arrow": the files of a folder that Hugging Face datasets saved, as DIR/**/*.arrow,
         - "shakespeare" (passages), "shakespeare_book" (one document): shipped text,
         - "stdlib" (a document per file), "stdlib_packages" (a document per package): the standard library of the running
           Python.
       path: file or glob (`**` matches folders); empty for the last four kinds.
-      field: key of the text in a jsonl or array_record object, or its parquet column. Empty: the records of an
+      field: key of the text in a jsonl or array_record object, or its column in parquet and arrow files. Empty: the records of an
         array_record are UTF-8 text.
       weight: share of the rows, relative to the other sources.
       min_characters, max_characters: minimum length of documents, and exclusive maximum (None: no maximum), in
@@ -180,28 +184,29 @@ class JsonLines:
         return _field(line, self._field, f"{self._paths[number]}, line {line_number}")
 
 
-class Parquet:
-    """Source with a document per row: the string column `field`, which is held in memory."""
+class Columns:
+    """Source with a document per row of tables: their string column `field`, which is held in memory.
 
-    def __init__(self, paths: Sequence[pathlib.Path], field: str):
-        import pyarrow  # slow to import, and only this kind needs it
-        import pyarrow.parquet
+    read: returns the table of a file, with that column at least. kind: kind of the files, for errors.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[pathlib.Path],
+        field: str,
+        read: Callable[[pathlib.Path, str], "pyarrow.Table"],
+        kind: str,
+    ):
+        import pyarrow  # slow to import, and only these kinds need it
 
         columns = []
         for path in paths:
             try:
-                schema = pyarrow.parquet.read_schema(path)
-                if schema.names.count(field) != 1:
-                    raise ValueError(
-                        f"{path} has {schema.names.count(field)} columns {field!r}; it has {schema.names}"
-                    )
-                if str(schema.field(field).type) not in ("string", "large_string"):
-                    raise ValueError(
-                        f"column {field!r} of {path} is {schema.field(field).type}; it must be string"
-                    )
-                column = pyarrow.parquet.read_table(path, columns=[field])[field]
+                table = read(path, field)
+                _check_column(table.schema, field, path)
+                column = table[field]
             except (OSError, pyarrow.ArrowException) as error:
-                raise ValueError(f"{path} is no complete parquet file: {error}") from error
+                raise ValueError(f"{path} is no complete {kind} file: {error}") from error
             if column.null_count:
                 raise ValueError(
                     f"column {field!r} of {path} has {column.null_count} empty entries"
@@ -220,6 +225,33 @@ class Parquet:
 
     def __getitem__(self, index: int) -> str:
         return self._column[int(index)].as_py()
+
+
+def _check_column(schema: "pyarrow.Schema", field: str, path: pathlib.Path) -> None:
+    """Raises ValueError unless a table has one string column of that name."""
+    if schema.names.count(field) != 1:
+        raise ValueError(
+            f"{path} has {schema.names.count(field)} columns {field!r}; it has {schema.names}"
+        )
+    if str(schema.field(field).type) not in ("string", "large_string"):
+        raise ValueError(
+            f"column {field!r} of {path} is {schema.field(field).type}; it must be string"
+        )
+
+
+def _read_parquet(path: pathlib.Path, field: str) -> "pyarrow.Table":
+    import pyarrow.parquet
+
+    _check_column(pyarrow.parquet.read_schema(path), field, path)
+    return pyarrow.parquet.read_table(path, columns=[field])
+
+
+def _read_arrow(path: pathlib.Path, field: str) -> "pyarrow.Table":
+    del field  # all columns are in each record
+    import pyarrow
+
+    with pyarrow.OSFile(str(path)) as file:
+        return pyarrow.ipc.open_stream(file).read_all()
 
 
 class ArrayRecords:
@@ -274,7 +306,10 @@ def _open(config: SourceConfig, open_files: Opener[T]) -> RandomAccess[T]:
         matches = sorted(glob.glob(os.path.expanduser(config.path), recursive=True))
         paths = [path for path in map(pathlib.Path, matches) if path.is_file()]
     if not paths:
-        raise ValueError(f"source {config.name!r}: no file matches; give a file or a glob")
+        fix = "give a file or a glob"
+        if pathlib.Path(config.path).expanduser().is_dir():
+            fix = f"it is a folder; give its files, as in {config.path.rstrip('/')}/**/*"
+        raise ValueError(f"source {config.name!r}: no file matches; {fix}")
     try:
         source = open_files(paths, config)
     except ValueError as error:
@@ -383,7 +418,8 @@ TEXT_KINDS: dict[str, Opener[str]] = {
     "text": lambda paths, config: TextFiles(paths),
     "passages": lambda paths, config: Passages(paths),
     "jsonl": lambda paths, config: JsonLines(paths, config.field),
-    "parquet": lambda paths, config: Parquet(paths, config.field),
+    "parquet": lambda paths, config: Columns(paths, config.field, _read_parquet, "parquet"),
+    "arrow": lambda paths, config: Columns(paths, config.field, _read_arrow, "arrow"),
     "array_record": lambda paths, config: ArrayRecords(paths, config.field),
     "shakespeare": lambda paths, config: Passages(paths),
     "stdlib": lambda paths, config: TextFiles(paths),

@@ -7,11 +7,13 @@ import html
 import pathlib
 from collections.abc import Iterable, Sequence
 
+from glm5_jax.runtime.files import replace_text
+
 
 def write(path: pathlib.Path, title: str, subtitle: str, parts: Iterable[str]) -> pathlib.Path:
     """Writes a page with a heading and these parts, without the empty ones, and returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(title, subtitle, parts))
+    replace_text(path, render(title, subtitle, parts))
     return path
 
 

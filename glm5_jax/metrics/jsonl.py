@@ -37,11 +37,16 @@ def read_complete_lines(path: str | os.PathLike) -> list[bytes]:
 
 
 def read_objects(path: str | os.PathLike) -> Iterator[dict]:
-    """Yields the JSON objects of the complete lines of a file; skips lines that hold none, such as cut-off ones."""
-    for line in pathlib.Path(path).read_bytes().split(b"\n")[:-1]:
+    """Yields the JSON objects of the complete lines of a file.
+
+    Lines that hold none, as after a power failure, are skipped with a warning.
+    """
+    for number, line in enumerate(pathlib.Path(path).read_bytes().split(b"\n")[:-1], 1):
         try:
             value = json.loads(line)
-        except ValueError:
-            continue
+        except (ValueError, RecursionError):
+            value = None
         if isinstance(value, dict):
             yield value
+        elif line.strip():
+            _log.warning("line %d of %s holds no JSON object and is skipped", number, path)

@@ -1,9 +1,9 @@
 """Writes the locks of the Python that runs this file, from the ranges in setup.cfg.
 
-    python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test, -aot, -ray, -bench and -docs
+    python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test, -aot, -ray, -bench, -docs and -clients
     python3.12 launch/requirements/lock.py      # writes py312-*.txt, also for later Pythons
 
-`test` extends `run`; `aot` and `ray` each extend both; `bench` and `docs` are independent. Every line is one
+`test` extends `run`; `aot` and `ray` each extend both; `bench`, `docs` and `clients` are independent. Every line is one
 exact pin, and indirect dependencies are included, so the locks install with `pip install --no-deps`. To resolve
 `bench`, pip needs PyTorch's index of CPU wheels.
 """
@@ -19,7 +19,8 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 SETUP = FOLDER.parents[1] / "setup.cfg"
 # Group -> groups that are installed together with it.
 BASES = {"run": (), "test": ("run",), "aot": ("run", "test"), "ray": ("run", "test")}
-INDEPENDENT = ("bench", "docs")  # each for an environment of its own
+INDEPENDENT = ("bench", "docs", "clients")  # each for an environment of its own
+SOURCE_ONLY = "rouge-score,sqlitedict,word2number"  # packages of `clients` without a wheel
 HEAD = "# Written by launch/requirements/lock.py from setup.cfg.\n"
 
 
@@ -38,7 +39,8 @@ def resolve(wanted: list[str], pins: dict[str, str]) -> dict[str, str]:
         constraints = pathlib.Path(folder) / "constraints.txt"
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-        command += ["--quiet", "--only-binary=:all:", "--report=-", f"--constraint={constraints}"]
+        command += ["--quiet", "--only-binary=:all:", f"--no-binary={SOURCE_ONLY}"]
+        command += ["--report=-", f"--constraint={constraints}"]
         report = json.loads(subprocess.check_output([*command, *wanted]))
     packages = [item["metadata"] for item in report["install"]]
     return {item["name"].lower().replace("_", "-"): item["version"] for item in packages}

@@ -124,6 +124,11 @@ def test_rejects_invalid_lines_before_reading(tmp_path):
         open_chats(source(tmp_path, untrained))
     with pytest.raises(ValueError, match="no file matches"):
         open_chats(ChatSourceConfig(chats=f"{tmp_path}/none*.jsonl"))
+    (tmp_path / "chats.parquet").write_bytes(b"PAR1")
+    with pytest.raises(
+        ValueError, match="is a table, and conversations are lines of JSON; convert"
+    ):
+        open_chats(ChatSourceConfig(chats=f"{tmp_path}/*.parquet"))
     with pytest.raises(ValueError, match="has no held-out conversation among 1"):
         open_chats(source(tmp_path, good), 0.0, training=False)
 
@@ -262,7 +267,7 @@ def test_masks_loss_to_assistant_tokens_in_batch():
 
 def test_mixes_chats_texts_and_tasks_by_weight():
     tasks = TaskSourceConfig(
-        LongContextTaskConfig(kind="mrcr", length=256, surface="tokens", reply_tokens=8)
+        tasks=LongContextTaskConfig(kind="mrcr", length=256, surface="tokens", reply_tokens=8)
     )
     config = mixture(
         CHAIN,

@@ -132,7 +132,7 @@ QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "cont
     [
         ("{", "the line is not JSON in UTF-8"),
         (b'{"messages": "\xff"}', "the line is not JSON in UTF-8"),
-        ("[]", "the line has no messages; it has list"),
+        ("[]", "the line has no messages; it is of type list"),
         ({"text": "x"}, "the line has no messages; it has text"),
         ({"messages": "x"}, "messages is empty or not a list"),
         ({"messages": [QUESTION], "mode": "deep"}, "mode is 'deep'; use one of interleaved"),

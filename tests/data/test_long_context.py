@@ -59,9 +59,9 @@ def _sources(folder):
         "repository": SourceConfig(kind="repositories", path=files, min_characters=200),
         "book": SourceConfig(kind="books", path=str(folder / "*.txt")),
         "interleaved": SourceConfig(kind="text", path=files, interleave=interleaving),
-        "needle": TaskSourceConfig(needle),
+        "needle": TaskSourceConfig(tasks=needle),
         "mrcr": TaskSourceConfig(
-            LongContextTaskConfig(
+            tasks=LongContextTaskConfig(
                 kind="mrcr", length=128, surface="tokens", size=40, reply_tokens=4
             )
         ),

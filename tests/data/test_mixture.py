@@ -132,12 +132,22 @@ def test_rejects_split_without_documents(tmp_path):
         open_training_sources(_config(source, held_out_fraction=1 - 1e-12), TOKENIZER)
 
 
-def test_suggests_kind_that_divides_single_text(tmp_path):
-    (tmp_path / "my.txt").write_text("First.\n\nSecond.\n")
-    source = SourceConfig(kind="text", path=str(tmp_path / "my.txt"))
-    message = r"1 document\(s\), which cannot be divided; use kind 'passages'"
-    with pytest.raises(ValueError, match=message):
-        held_out_rows(_config(source), source, TOKENIZER)
+def test_divides_single_text_file(tmp_path):
+    paragraphs = [f"Paragraph {i}. " + "word " * 1000 for i in range(40)]
+    (tmp_path / "my.md").write_text("\n\n".join(paragraphs))
+    source = SourceConfig(kind="text", path=str(tmp_path / "my.md"))
+    config = _config(source, held_out_fraction=0.3, sequence_length=512)
+    texts = {
+        is_training: "".join(TOKENIZER.decode(row["token_ids"]) for row in rows)
+        for is_training, rows in (
+            (False, held_out_rows(config, source, TOKENIZER)),
+            (True, [{"token_ids": ids} for ids in training_documents(config, source, TOKENIZER)]),
+        )
+    }
+    held_out, trained = (
+        {i for i in range(40) if f"Paragraph {i}." in texts[k]} for k in (False, True)
+    )
+    assert held_out and trained and not held_out & trained and len(held_out | trained) == 40
 
 
 def test_shipped_sources_have_both_splits():

@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module
 
+from glm5_jax.data.document import PASSAGE_LENGTH
 from glm5_jax.data.sources import (
     FINGERPRINT_DOCUMENTS,
     SHAKESPEARE,
@@ -65,6 +66,37 @@ def test_reads_array_record_of_bare_text(tmp_path):
     assert _texts(SourceConfig(kind="array_record", path=str(tmp_path / "x"), field="")) == [
         "ä bare"
     ]
+
+
+def test_reads_arrow_files_of_saved_data_set(tmp_path):
+    """`datasets.Dataset.save_to_disk` writes such streams, in record batches, next to files of JSON."""
+    texts = [f"ä {number}" for number in range(5)]
+    for shard, part in enumerate((texts[:3], texts[3:])):
+        table = pyarrow.table({"id": [0] * len(part), "text": part})
+        name = str(tmp_path / f"data-{shard:05d}-of-00002.arrow")
+        with pyarrow.OSFile(name, "wb") as file:
+            with pyarrow.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table, max_chunksize=2)
+    (tmp_path / "state.json").write_text("{}")
+    config = SourceConfig(kind="arrow", path=f"{tmp_path}/**/*.arrow")
+    assert _texts(config) == texts
+    (tmp_path / "cut.arrow").write_bytes(
+        (tmp_path / "data-00000-of-00002.arrow").read_bytes()[:-60]
+    )
+    with pytest.raises(ValueError, match=r"cut.arrow is no complete arrow file"):
+        open_source(config)
+    with pytest.raises(ValueError, match=r"it is a folder; give its files, as in .*/\*\*/\*"):
+        open_source(SourceConfig(kind="arrow", path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("mark", ["\n", " ", ""])
+def test_cuts_long_paragraph(tmp_path, mark):
+    text = mark.join(["ab" * 700] * 20)
+    (tmp_path / "book.txt").write_text(text)
+    passages = _texts(SourceConfig(kind="passages", path=str(tmp_path / "book.txt")))
+    assert "".join(passages) == text
+    assert max(map(len, passages)) <= PASSAGE_LENGTH and min(map(len, passages[:-1])) > 2000
+    assert all(passage.endswith(mark) for passage in passages[:-1])
 
 
 def test_cuts_passages_at_blank_lines_without_loss(tmp_path):

@@ -71,3 +71,16 @@ def events(file):
         (length,) = struct.unpack("<Q", data[:8])
         yield Event.FromString(data[12 : 12 + length])
         data = data[12 + length + 4 :]
+
+
+def test_resumes_from_damaged_file(tmp_path, caplog):
+    write(tmp_path, [1, 2])
+    rows = (tmp_path / "metrics.jsonl").read_bytes()
+    damage = (
+        b'{"step": 3, "lo\n' + b"\0" * 40 + b"\n\n[1]\n\xe9\n" + b"[" * 100_000 + b'\n{"a": 1}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_bytes(rows + damage)
+    assert [row["step"] for row in read(tmp_path)] == [1, 2]
+    assert f"line 3 of {tmp_path / 'metrics.jsonl'} holds no JSON object" in caplog.text
+    write(tmp_path, [2], after=1)
+    assert [row["step"] for row in read(tmp_path)] == [1, 2]
