@@ -2,8 +2,9 @@
 
     glm5 check_checkpoint FOLDER [--model=FOLDER]
 
-FOLDER is a HuggingFace folder (bf16, FP8 or int4), a folder that quantise.py wrote, a run's workdir, or a folder with
-adapters in PEFT's form. Adapters are checked against --model, the folder of the model that they belong to.
+FOLDER is a HuggingFace folder (bf16, FP8 or int4), a repository owner/name of the hub, a folder that quantise.py wrote,
+a run's workdir, or a folder with adapters in PEFT's form. Adapters are checked against --model, the folder of the
+model that they belong to.
 
 The config is checked before the tensors. Of each kind of problem five examples are shown. The exit code is 0 if the
 checkpoint loads, 1 if it does not, and 2 for a wrong argument.
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from experiments.arguments import Parser
 from glm5_jax.checkpoint import hf_files, hf_import, models, peft_adapters, store
+from glm5_jax.checkpoint.hub import fetch_checkpoint
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5, lora
 from glm5_jax.runtime.files import read_text
@@ -59,18 +61,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", type=pathlib.Path, help="folder of the model of adapters")
     try:
         options = parser.parse_args(arguments)
-        if not options.folder.exists():
-            raise ValueError(f"{options.folder} does not exist; give the folder of a checkpoint")
+        folder, model = fetch_checkpoint(options.folder), options.model
+        if not folder.exists():
+            raise ValueError(f"{folder} does not exist; give the folder of a checkpoint")
+        model = None if model is None else fetch_checkpoint(model)
     except ValueError as error:
         print_error(error)
         return 2
     # What the readers log is a row of the report, or repeats one.
     logging.disable(logging.WARNING)
     try:
-        report = inspect(options.folder, options.model)
+        report = inspect(folder, model)
     finally:
         logging.disable(logging.NOTSET)
-    show(report, options.folder)
+    show(report, folder)
     return 1 if report.problems else 0
 
 
@@ -92,7 +96,7 @@ def inspect(folder: pathlib.Path, model: pathlib.Path | None = None) -> Checkpoi
     report.commands.append(f"glm5 serve {folder}")
     if report.kind != QUANTISED:
         report.commands.append(
-            f"glm5 run sft:flash --checkpoint={folder} --data.sources=\"[{{'chats': 'CHATS.jsonl'}}]\""
+            f"glm5 run sft:flash,mixed --checkpoint={folder} --data.sources=\"[{{'chats': 'CHATS.jsonl'}}]\""
         )
     return report
 

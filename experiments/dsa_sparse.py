@@ -7,8 +7,12 @@ from their divergence from the attention over the selected keys. Data and batche
 stage, and the learning rate is constant.
 
 :tiny    for two CPU cores: 60 steps at 1024 tokens, 40 selected keys, a minute or two
-:small   for one accelerator: 512 selected keys of 32K
-:glm5    for 1,024 chips: 20B tokens at 200K, 2,048 selected keys
+:small   for one accelerator: 512 selected keys of 32K, on your texts:
+         glm5 run dsa_sparse:small --checkpoint=WORKDIR --tokenizer=FOLDER
+             --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]"
+:glm5    for 1,024 chips: 20B tokens at 200K, 2,048 selected keys. On Slurm:
+         glm5 slurm dsa_sparse:glm5 --hosts=256 --devices=4 --chip=v5p --workdir=DIR --checkpoint=WORKDIR
+             --tokenizer=FOLDER --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]" >run.sbatch
 """
 
 import dataclasses

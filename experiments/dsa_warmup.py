@@ -8,8 +8,12 @@ the report). With --step.index_target=shared_layers, an indexer of IndexShare tr
 share it.
 
 :tiny    for two CPU cores: 60 steps at 1024 tokens, about a minute
-:small   for one accelerator: 1,000 steps at 32K tokens
-:glm5    for 1,024 chips: 1,000 steps at 200K
+:small   for one accelerator: 1,000 steps at 32K tokens of your texts:
+         glm5 run dsa_warmup:small --checkpoint=WORKDIR --tokenizer=FOLDER
+             --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]"
+:glm5    for 1,024 chips: 1,000 steps at 200K. On Slurm:
+         glm5 slurm dsa_warmup:glm5 --hosts=256 --devices=4 --chip=v5p --workdir=DIR --checkpoint=WORKDIR
+             --tokenizer=FOLDER --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]" >run.sbatch
 """
 
 import dataclasses

@@ -2,10 +2,13 @@
 
     glm5 run evaluate:questions --file=FILE.jsonl --endpoint.base_url=http://127.0.0.1:8000 --workdir=OUT
     glm5 run evaluate:harbor --tasks=DIR --agent=oracle --workdir=OUT
+    glm5 run evaluate:swe --tasks=DIR --agent=gold --workdir=OUT
 
 :questions  tasks of a .jsonl or .py file, as those of rl_reasoning.py (glm5_jax/envs/reasoning/task_file.py):
          {"question": "7 * 8?", "answer": "56"}. Each reply is judged by the task's verifier; --attempts=N asks
          N times. OUT/results.jsonl has the replies and rewards. The same command continues an evaluation.
+:swe     software engineering tasks: a data set of build_environments.py in DIR, with --agent=gold, nop or policy, or with
+         --predictions=FILE in SWE-bench's form. OUT/reports has the lists of tests of each attempt.
 :harbor  terminal tasks: folders in Harbor's format in DIR (or DIR itself, if it is one). Each is attempted in one
          sandbox and graded in another; about a second a task in addition to the agent and the tests.
 
@@ -37,13 +40,12 @@ sandboxes with users of their own.
 """
 
 import asyncio
+import collections
 import dataclasses
 import hashlib
 import json
 import logging
-import os
 import pathlib
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,7 +53,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import TokenCounter
@@ -60,6 +61,12 @@ from glm5_jax.envs.reasoning.question_evaluation import QuestionEvaluation
 from glm5_jax.envs.reasoning.task_file import TaskFile
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.envs.sandbox import SandboxError
+from glm5_jax.envs.swe.attempts import PatchAgent, SweAgent, SweAttemptConfig, SwePolicy
+from glm5_jax.envs.swe.evaluation import evaluate_instances
+from glm5_jax.envs.swe.instance import SweInstance
+from glm5_jax.envs.swe.layers import SweLimits
+from glm5_jax.envs.swe.service import SweShare
+from glm5_jax.envs.task_evaluation import TaskEvaluation
 from glm5_jax.envs.terminal import (
     Agent,
     AttemptConfig,
@@ -79,10 +86,11 @@ from glm5_jax.envs.terminal import (
 from glm5_jax.envs.terminal.forms import forgeable_forms
 from glm5_jax.evals.intervals import wilson
 from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.types import Task
 from glm5_jax.runtime.addresses import check_url
 from glm5_jax.runtime.api_keys import read_key
-from glm5_jax.runtime.console import ProgressBar
-from glm5_jax.runtime.terminal import make_printable, print_error
+from glm5_jax.runtime.files import replace_text
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
 
@@ -201,6 +209,43 @@ class EvaluateConfig:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweEvaluateConfig:
+    """Software engineering tasks, agent and limits of an evaluation.
+
+    Attributes:
+      tasks: data set of experiments/build_environments.py; None: not set.
+      agent: "gold", "nop" or "policy".
+      predictions: file of predictions in SWE-bench's form, which replace an agent; None: there is none.
+      endpoint, policy: server and limits of the agent `policy`.
+      store: folder of built environments; None: `layers` in the data set.
+      node_modules: folder in which npm installed test runners; None: tasks of JavaScript get no reward.
+      concurrency: number of concurrent attempts.
+      limits: limits of sandboxes.
+    """
+
+    tasks: str | None = None
+    agent: str = "gold"
+    predictions: str | None = None
+    endpoint: EndpointConfig = EndpointConfig()
+    policy: SweAttemptConfig = SweAttemptConfig()
+    store: str | None = None
+    node_modules: str | None = None
+    concurrency: int = 2
+    limits: SweLimits = SweLimits()
+
+    def __post_init__(self):
+        if self.concurrency < 1:
+            raise ValueError(f"concurrency is {self.concurrency}; it must be positive")
+        if self.agent not in ("gold", "nop", "policy"):
+            raise ValueError(f"agent is {self.agent!r}; it can be gold, nop or policy")
+        if (self.endpoint.base_url is not None) != (self.agent == "policy"):
+            raise ValueError(
+                f"agent is {self.agent!r} and endpoint.base_url is {self.endpoint.base_url!r}; only the agent "
+                "'policy' has a server: give --experiment.agent=policy --experiment.endpoint.base_url=http://HOST:PORT"
+            )
+
+
 def _script(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
     assert config.script is not None, "the config checks that this agent has a script"
     file = pathlib.Path(config.script)
@@ -209,31 +254,38 @@ def _script(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
     return Script(file)
 
 
-def _tokenizer(endpoint: EndpointConfig) -> Tokenizer:
+def load_endpoint_tokenizer(endpoint: EndpointConfig) -> Tokenizer:
+    """Returns the tokenizer that counts an endpoint's tokens."""
     from glm5_jax.checkpoint.models import load_tokenizer
 
     return load_tokenizer(endpoint.tokenizer) if endpoint.tokenizer else Tokenizer.default()
 
 
 def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
-    endpoint, chats = config.endpoint, workdir / "chats"
-    url = endpoint.base_url
-    assert url is not None, "the config checks that this agent has a server"
-
-    def connect() -> ChatClient:
-        timeout_s = config.policy.reply_timeout_s
-        return ChatClient(url, endpoint.model, api_key=endpoint.key, timeout_s=timeout_s)
+    endpoint = config.endpoint
 
     def write_chat(task: TerminalTask, trace: Trace) -> None:
-        chats.mkdir(exist_ok=True)
-        messages = (*config.policy.chat_task(task).messages, *trace.messages)
-        _write(
-            chats / f"{task.name}.json",
-            {"ended": trace.ended, "error": trace.error, "messages": messages},
-        )
+        _write_chat(workdir, config.policy.chat_task(task), trace)
 
-    counter = TokenCounter(_tokenizer(endpoint))
+    counter = TokenCounter(load_endpoint_tokenizer(endpoint))
+    connect = _connector(endpoint, config.policy)
     return Policy(connect, counter, config.policy, endpoint.sampling, write_chat)
+
+
+def _connector(endpoint: EndpointConfig, policy: AttemptConfig) -> Callable[[], ChatClient]:
+    """Returns a function that opens a client of a policy's server."""
+    url = endpoint.base_url
+    assert url is not None, "the config checks that this agent has a server"
+    timeout_s = policy.reply_timeout_s
+    return lambda: ChatClient(url, endpoint.model, api_key=endpoint.key, timeout_s=timeout_s)
+
+
+def _write_chat(workdir: pathlib.Path, task: Task, trace: Trace) -> None:
+    chats = workdir / "chats"
+    chats.mkdir(exist_ok=True)
+    messages = (*task.messages, *trace.messages)
+    content = {"ended": trace.ended, "error": trace.error, "messages": messages}
+    replace_text(chats / f"{task.id}.json", json.dumps(content, indent=1) + "\n")
 
 
 # Makers of agents, from the configuration and the results' folder.
@@ -245,18 +297,25 @@ AGENTS: dict[str, Callable[[EvaluateConfig, pathlib.Path], Agent]] = {
 }
 
 
-def get_config(variant: str = "harbor") -> EvaluateConfig | QuestionsConfig:
+def get_config(
+    variant: str = "harbor",
+) -> EvaluateConfig | QuestionsConfig | SweEvaluateConfig:
     """Returns the configuration of a variant. Raises ValueError, which lists the variants, for an unknown one."""
-    return choose(variant, {"harbor": EvaluateConfig, "questions": QuestionsConfig})
+    return choose(
+        variant,
+        {"harbor": EvaluateConfig, "questions": QuestionsConfig, "swe": SweEvaluateConfig},
+    )
 
 
-def run(config: EvaluateConfig | QuestionsConfig, workdir: pathlib.Path) -> int:
+def run(config: EvaluateConfig | QuestionsConfig | SweEvaluateConfig, workdir: pathlib.Path) -> int:
     """Attempts all tasks without a reward. Returns the exit code."""
     try:
         if isinstance(config, QuestionsConfig):
             evaluation = make_questions(config, workdir)
+        elif isinstance(config, SweEvaluateConfig):
+            evaluation = make_swe(config, workdir)
         else:
-            evaluation = Evaluation(config, workdir)
+            evaluation = make_terminal(config, workdir)
     except (ValueError, OSError) as error:
         print_error(error)
         return 2
@@ -304,7 +363,7 @@ def make_questions(config: QuestionsConfig, workdir: pathlib.Path) -> QuestionEv
         tools=make_toolbox(tasks, (share,)),
         verify=verify,
         close=verify.close,
-        counter=TokenCounter(_tokenizer(endpoint)),
+        counter=TokenCounter(load_endpoint_tokenizer(endpoint)),
         limits=config.limits,
         fields=endpoint.sampling,
         concurrency=config.concurrency,
@@ -348,124 +407,84 @@ def _interval(values: Sequence[float]) -> str:
     return f"{low:.3f} to {high:.3f}"
 
 
-class Evaluation:
-    """An agent's attempts at tasks, with results in a workdir. Raises ValueError if the configuration is invalid."""
+def make_terminal(config: EvaluateConfig, workdir: pathlib.Path) -> TaskEvaluation:
+    """Returns the evaluation of terminal tasks. Raises ValueError if the configuration is invalid."""
+    if config.tasks is None:
+        raise ValueError("no tasks; give --experiment.tasks=DIR, a folder of task folders")
+    folders = {folder.name: folder for folder in find_tasks(config.tasks)}
+    agent = AGENTS[config.agent](config, workdir)
+    trials = TrialRunner(dict(config.images), config.limits, config.build)
 
-    def __init__(self, config: EvaluateConfig, workdir: pathlib.Path):
-        if config.tasks is None:
-            raise ValueError("no tasks; give --experiment.tasks=DIR, a folder of task folders")
-        self._folders = {folder.name: folder for folder in find_tasks(config.tasks)}
-        self._agent = AGENTS[config.agent](config, workdir)
-        self._trials = TrialRunner(dict(config.images), config.limits, config.build)
-        self._concurrency, self._workdir = config.concurrency, workdir
-        self._results: dict[str, dict] = {}
-        identity = {"tasks": str(pathlib.Path(config.tasks).resolve()), "agent": config.agent}
-        if config.script is not None:
-            identity["script"] = hashlib.sha256(
-                pathlib.Path(config.script).read_bytes()
-            ).hexdigest()
-        if config.agent == "policy":
-            for part in ("endpoint", "policy"):
-                fields = dataclasses.asdict(getattr(config, part))
-                identity |= {
-                    f"{part}.{name}": fields[name] for name in fields if name != "api_key_file"
-                }
-        workdir.mkdir(parents=True, exist_ok=True)
-        self._resume(identity)
-
-    def _resume(self, identity: dict[str, Any]) -> None:
-        """Reads the results of an earlier run. Raises ValueError if it had another agent or other tasks."""
-        file = self._workdir / "config.json"
-        if file.exists():
-            before = json.loads(file.read_text())
-            for name in sorted(before.keys() | identity.keys()):
-                if before.get(name) != identity.get(name):
-                    raise ValueError(
-                        f"{self._workdir} holds results of another {name} ({before.get(name)}, not {identity.get(name)}); "
-                        "give another --workdir"
-                    )
-        _write(file, identity)
-        results = self._workdir / "results.json"
-        if results.exists():
-            self._results = json.loads(results.read_text())
-
-    async def run(self) -> None:
-        """Attempts all tasks without a reward."""
-        # SIGTERM cancels like Ctrl-C, so that sandboxes are ended and built images removed.
-        task = asyncio.current_task()
-        assert task is not None, "a coroutine runs in a task"
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        remaining = [name for name in self._folders if self._reward(name) is None]
-        slots = asyncio.Semaphore(self._concurrency)
-        done = len(self._folders) - len(remaining)
-        with ProgressBar(len(self._folders), done, "task") as bar:
-
-            async def attempt(name: str) -> None:
-                nonlocal done
-                async with slots:
-                    result = await self._attempt(name)
-                done += 1
-                self._keep(name, result)
-                bar.update(done, f"{name}  {_reward_text(result)}")
-
-            async with self._trials, asyncio.TaskGroup() as group:
-                for name in remaining:
-                    group.create_task(attempt(name))
-
-    async def _attempt(self, name: str) -> TrialResult:
+    async def attempt(name: str) -> TrialResult:
         try:
-            task = await asyncio.to_thread(load_task, self._folders[name])
+            task = await asyncio.to_thread(load_task, folders[name])
         except (TaskError, OSError) as error:
             return TrialResult(reward=None, error=str(error), duration_s=0.0)
         for form in forgeable_forms(task):
             log.warning("task %s: its reward can be forged: %s", name, form)
-        return await self._trials.run(task, self._agent)
+        return await trials.run(task, agent)
 
-    def _reward(self, name: str) -> float | None:
-        return self._results.get(name, {}).get("reward")
-
-    def _keep(self, name: str, result: TrialResult) -> None:
-        logs = self._workdir / "logs"
-        logs.mkdir(exist_ok=True)
-        (logs / f"{name}.txt").write_text(result.log)
-        self._results[name] = {
-            "reward": result.reward,
-            "error": result.error,
-            "seconds": round(result.duration_s, 3),
-        }
-        _write(self._workdir / "results.json", dict(sorted(self._results.items())))
-
-    def show(self) -> None:
-        """Prints all results as a table, with the mean reward."""
-        table = Table("task", "reward", "seconds", "error")
-        for name in self._folders:
-            result = self._results[name]
-            reward = "-" if result["reward"] is None else f"{result['reward']:g}"
-            error = make_printable(" ".join((result["error"] or "").split()))
-            table.add_row(
-                Text(make_printable(name)), reward, f"{result['seconds']:.1f}", Text(error[:200])
-            )
-        console = Console()
-        console.print(table)
-        rewards = [self._reward(name) for name in self._folders]
-        graded = [reward for reward in rewards if reward is not None]
-        mean = (
-            f"mean reward {sum(graded) / len(graded):.3f} of {len(graded)} tasks" if graded else ""
-        )
-        failed = len(rewards) - len(graded)
-        rest = (
-            f"{failed} could not be graded: the same command attempts them again" if failed else ""
-        )
-        console.print(Text("; ".join(filter(None, (mean, rest)))))
-        console.print(Text(f"results  {self._workdir / 'results.json'}"), soft_wrap=True)
+    identity = {"tasks": str(pathlib.Path(config.tasks).resolve()), "agent": config.agent}
+    if config.script is not None:
+        content = pathlib.Path(config.script).read_bytes()
+        identity["script"] = hashlib.sha256(content).hexdigest()
+    if config.agent == "policy":
+        identity |= _policy_identity(config)
+    return TaskEvaluation(
+        list(folders),
+        attempt,
+        workdir,
+        identity=identity,
+        concurrency=config.concurrency,
+        resources=trials,
+    )
 
 
-def _reward_text(result: TrialResult) -> str:
-    return "no reward" if result.reward is None else f"reward {result.reward:g}"
+def make_swe(config: SweEvaluateConfig, workdir: pathlib.Path) -> TaskEvaluation:
+    """Returns the evaluation of software engineering tasks. Raises ValueError if the configuration is invalid."""
+    if config.tasks is None:
+        raise ValueError("no tasks; give --experiment.tasks=DIR, a data set of build_environments")
+    share = SweShare(
+        dataset=config.tasks,
+        store=config.store,
+        node_modules=config.node_modules,
+        limits=config.limits,
+    )
+    identity = {"tasks": str(pathlib.Path(config.tasks).resolve()), "agent": config.agent}
+    if config.agent == "policy":
+        identity |= _policy_identity(config)
+    return evaluate_instances(
+        share.make_runner(),
+        _swe_agent(config, workdir),
+        workdir,
+        predictions=config.predictions,
+        identity=identity,
+        concurrency=config.concurrency,
+    )
 
 
-def _write(file: pathlib.Path, content: dict) -> None:
-    """Replaces a file atomically."""
-    new = file.with_name(file.name + ".new")
-    new.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(new, file)
+def _swe_agent(config: SweEvaluateConfig, workdir: pathlib.Path) -> SweAgent:
+    if config.agent == "gold":
+        return PatchAgent()
+    if config.agent != "policy":
+        return PatchAgent(collections.defaultdict(str))
+    endpoint = config.endpoint
+
+    def write_chat(instance: SweInstance, trace: Trace) -> None:
+        task = config.policy.instance_task(instance)
+        _write_chat(workdir, task, trace)
+
+    counter = TokenCounter(load_endpoint_tokenizer(endpoint))
+    connect = _connector(endpoint, config.policy)
+    return SwePolicy(connect, counter, config.policy, endpoint.sampling, write_chat)
+
+
+def _policy_identity(config: EvaluateConfig | SweEvaluateConfig) -> dict[str, Any]:
+    """Returns the fields of a policy that results depend on."""
+    parts = {"endpoint": config.endpoint, "policy": config.policy}
+    return {
+        f"{part}.{name}": value
+        for part, options in parts.items()
+        for name, value in dataclasses.asdict(options).items()
+        if name != "api_key_file"
+    }

@@ -3,10 +3,12 @@
     glm5 run lifecycle:tiny
 
 The stages are the fields of `Lifecycle`, in their order. Each has a folder of its own in the workdir, and its own
-flags: --pretrain.train.steps=50. Variants are those of pretrain.py. With ",each" after the variant, every
-stage of reinforcement learning is followed by a distillation that restores lost skills; without it there is one
-distillation, at the end. The report in the workdir shows all stages, the input and result of each, and every skill
-after each stage that trains one.
+flags: --pretrain.train.steps=50. Variants are those of pretrain.py. All stages of :small and :glm5 take your data:
+--pretrain.data.sources=..., --rl_reasoning.tasks=.... With ",each" after the variant, every stage of reinforcement
+learning is followed by a distillation that restores lost skills; without it there is one distillation, at the end. With
+launch/local.py or on_ray.py each stage starts with programs and hosts of its own, one after the other; slurm.py and
+gke.py write a job for each (--stage=NAME). The report in the workdir shows all stages, the input and result of each,
+and, if all ran in one process, every skill after each stage that trains one.
 """
 
 import dataclasses
@@ -31,12 +33,27 @@ from experiments.rl_general import GeneralRlConfig
 from experiments.rl_reasoning import ReasoningConfig
 from glm5_jax.rl.config import Teacher
 from glm5_jax.rl.trainers.skill_matrix import evaluate_skills
+from glm5_jax.runtime.files import replace_text
 from glm5_jax.runtime.terminal import make_printable
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.lifecycle_report import SKILLS
 from glm5_jax.training.pretraining import ExperimentConfig
 
 evaluator = pretrain.evaluator
+# Module of each stage, with its roles and servers, for launchers that start stages one by one.
+STAGE_MODULES = {
+    "pretrain": pretrain,
+    **{f"midtrain_{kind}": midtrain for kind in midtrain.STAGES},
+    "dsa_warmup": dsa_warmup,
+    "dsa_sparse": dsa_sparse,
+    "sft": sft,
+    "rl_reasoning": rl_reasoning,
+    "distill_reasoning": distill,
+    "rl_agentic": rl_agentic,
+    "distill_agentic": distill,
+    "rl_general": rl_general,
+    "distill": distill,
+}
 TINY_MINUTES = {
     "pretrain": 2.75,
     "midtrain_32k": 1.5,
@@ -150,7 +167,7 @@ def finish(config: Lifecycle, workdir: pathlib.Path) -> None:
         matrix = evaluate_skills(config.distill, suite, stages)
     finally:
         suite.close()
-    (workdir / SKILLS).write_text(json.dumps(matrix._asdict(), indent=1) + "\n")
+    replace_text(workdir / SKILLS, json.dumps(matrix._asdict(), indent=1) + "\n")
     for skill, sample in matrix.samples.items():
         rewards = " -> ".join(f"{reward:.2f}" for reward in matrix.rewards[skill].values())
         prompt, reply = make_printable(sample["prompt"]), make_printable(sample["distill"])

@@ -7,9 +7,12 @@ The first stage raises the rotary base to 1M (GLM-4.5 2.3). Packing is best-fit.
 stage to stage (glm5_jax/data/long_context.py).
 
 :tiny    for two CPU cores: 256, 512 and 1024 tokens stand for 32K, 128K and 200K. A minute or two each.
-:small   for one accelerator: 8K, 16K and 32K. Provide long texts:
-         --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]"
-:glm5    for 1,024 chips: 1T, 500B and 50B tokens.
+:small   for one accelerator: 8K, 16K and 32K. It takes your long texts:
+         glm5 run midtrain:small,32k --checkpoint=WORKDIR --tokenizer=FOLDER
+             --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]"
+:glm5    for 1,024 chips: 1T, 500B and 50B tokens, of your texts. On Slurm:
+         glm5 slurm midtrain:glm5,32k --hosts=256 --devices=4 --chip=v5p --workdir=DIR --checkpoint=WORKDIR
+             --tokenizer=FOLDER --data.sources="[{'kind': 'books', 'path': 'books/*.txt'}]" >run.sbatch
 """
 
 import dataclasses

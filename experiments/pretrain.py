@@ -4,10 +4,12 @@
 
 :tiny    for two CPU cores: Shakespeare and the running Python's standard library. Takes five minutes and ends at
          about 1.91 held-out bits per byte (unigram 3.04, Kneser-Ney bigram 2.00; docs/results/training.md).
-:small   for one accelerator: 1.2B parameters. Provide text and a tokenizer:
-         --tokenizer=FOLDER
-         --data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
-:glm5    for 1,024 chips with 95 GB each: the 744B model as the paper pre-trains it, 27T tokens.
+:small   for one accelerator: 1.2B parameters. It takes your text, and usually your tokenizer:
+         glm5 run pretrain:small --tokenizer=FOLDER --data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
+:glm5    for 1,024 chips with 95 GB each: the 744B model as the paper pre-trains it, 27T tokens. With your text and
+         tokenizer, on Slurm (glm5 gke --help and glm5 rehearse --help have other starts):
+         glm5 slurm pretrain:glm5 --hosts=256 --devices=4 --chip=v5p --workdir=DIR --tokenizer=FOLDER
+             --data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]" >run.sbatch
 """
 
 import dataclasses
@@ -51,6 +53,7 @@ def small() -> ExperimentConfig:
     """Trains a 1.2B model on 2.6B tokens on one accelerator."""
     return ExperimentConfig(
         name="pretrain:small",
+        requires_data=True,
         model=dataclasses.replace(presets.small(), attention="dense"),
         data=DataConfig(sequence_length=4096, num_threads=8),
         batch=constant_batch(32 * 4096),
@@ -67,6 +70,7 @@ def glm5() -> ExperimentConfig:
     rope = dataclasses.replace(presets.glm5().rope_parameters, rope_theta=10_000.0)  # GLM-4.5 2.3
     return ExperimentConfig(
         name="pretrain:glm5",
+        requires_data=True,
         model=dataclasses.replace(presets.glm5(), attention="dense", rope_parameters=rope),
         mesh=MeshConfig(fsdp=16, expert=64),
         data=DataConfig(sequence_length=4096, num_threads=16),

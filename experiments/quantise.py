@@ -9,6 +9,9 @@ experiments/serve.py serves like any other, on one device or a mesh.
 2. Scales between up and down projections are calibrated on text (by default Shakespeare, which is shipped).
 3. The weights are quantised and written.
 
+Weights are read, converted and written one at a time (calibration has those of one layer in memory). OUT also holds the
+recipe of the conversion, by which a trainer converts the weights that it pushes to engines of OUT.
+
 --plain leaves out 1 and 2. --group is the number of inputs of an expert's matrix that share a scale (default: the
 group of training, else 128). experiments/benchmarks/quantised.py measures the perplexity. A wrong argument prints one
 line and gives exit code 2.
@@ -17,18 +20,18 @@ line and gives exit code 2.
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Mapping
 
-import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from experiments.arguments import Parser
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.checkpoint.hf_names import StoredTensor
+from glm5_jax.config import ModelConfig
 from glm5_jax.data.sources import SHAKESPEARE
-from glm5_jax.inference.quantize import calibrate, rotation, table
-from glm5_jax.model import glm5
-from glm5_jax.parallel.tree import flatten, is_compound
+from glm5_jax.inference.quantize import calibrate, streaming, table
+from glm5_jax.inference.quantize.recipe import QuantizationRecipe, WeightConverter
 from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -46,38 +49,46 @@ def main(arguments: list[str]) -> int:
         if not options.plain and (options.text.is_dir() or not options.text.exists()):
             raise ValueError(f"no file {options.text} for --text; give a text file")
         tokenizer = models.load_tokenizer(options.checkpoint)
-        model = models.load_model(options.checkpoint)
-        # Check that the model can be quantised so.
-        params, cfg = glm5.params_of(model), model.cfg
-        if any(map(is_compound, flatten(params).values())):
-            raise ValueError(
-                f"{options.checkpoint} is quantised already; give the model before quantisation"
-            )
-        before = num_bytes_of(params)
+        cfg, weights = models.open_leaves(options.checkpoint)
         group = cfg.int4_group or table.GROUP if options.group is None else options.group
         try:
             dataclasses.replace(cfg, int4_group=group)
         except ValueError as error:
             raise ValueError(f"--group={group}: {error}") from None
         # Rotate, calibrate and quantise.
+        recipe = QuantizationRecipe(group=group)
         if not options.plain:
-            tokens = calibration_rows(
-                tokenizer, options.text, min(LENGTH, cfg.max_position_embeddings)
-            )
-            params, cfg = rotation.rotate(params, cfg)
-            params = calibrate.smooth(params, cfg, tokens, group)
-        params, cfg = table.quantise(params, cfg, group)
-        save_hf(params, options.out, cfg=cfg, tokenizer=tokenizer)
+            length = min(LENGTH, cfg.max_position_embeddings)
+            tokens = calibration_rows(tokenizer, options.text, length)
+            recipe = QuantizationRecipe(group=group, rotation_seed=0)
+            recipe = dataclasses.replace(recipe, scales=scales_of(cfg, weights, recipe, tokens))
+        converter = WeightConverter(cfg, recipe)
+        leaves = streaming.converted_leaves(weights, converter)
+        save_hf(leaves, options.out, cfg=converter.cfg, tokenizer=tokenizer)
+        recipe.save(options.out)
     except (ValueError, OSError) as error:
         print_error(error)
         return 2
-    print(f"{options.out}: {num_bytes_of(params):,} bytes of weights, {before:,} before")
+    before, after = streaming.num_bytes_of(weights), streaming.num_bytes_of(leaves)
+    print(f"{options.out}: {after:,} bytes of weights, {before:,} before")
     return 0
 
 
-def num_bytes_of(params: PyTree) -> int:
-    """Returns the bytes of all arrays of a tree."""
-    return sum(x.nbytes for x in jax.tree.leaves(params))
+def scales_of(
+    cfg: ModelConfig,
+    weights: Mapping[str, StoredTensor],
+    recipe: QuantizationRecipe,
+    tokens: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """Returns the calibrated scales between up- and down-projections of the rotated weights.
+
+    The weights of one layer are in memory at a time.
+    """
+    rotate = WeightConverter(cfg, dataclasses.replace(recipe, group=None))
+    rotated = streaming.converted_leaves(weights, rotate)
+    assert recipe.group is not None, "the recipe quantises"
+    scales = calibrate.smoothing_scales(rotated, rotate.cfg, tokens, recipe.group)
+    return {path: np.asarray(scale) for path, scale in scales.items()}
 
 
 def calibration_rows(tokenizer: Tokenizer, path: pathlib.Path, length: int) -> np.ndarray:

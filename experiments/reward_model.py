@@ -29,7 +29,7 @@ KIND = ("Happy to help: ", "Of course! ", "Good question. ", "With pleasure, ")
 UNKIND = ("As if you could not count: ", "Not again! ", "What a question. ", "Leave me alone, ")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class SyntheticPairsConfig(OutcomeConfig):
     """Configuration of training on synthetic pairs.
 

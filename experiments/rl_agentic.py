@@ -17,12 +17,17 @@ command resumes a run that was stopped or killed. It is refused while another ru
 
 :tiny    two services, on two CPU cores in about ten minutes: products, for which the policy must call a calculator and
          report its answer, and chains of four values
-:small   an engine and a trainer on one accelerator each: search, products and programs
-:glm5    64 engines of 8 chips each, and a trainer on 1,024. Provide tasks; few are shipped.
+:small   an engine and a trainer on one accelerator each, on your tasks; or, with --requires_data=false, on the shipped
+         ones: search, products and programs
+         glm5 local rl_agentic:small --checkpoint=WORKDIR --workdir=DIR --tasks="({'folder': 'TASKS'},)"
+:glm5    64 engines of 8 chips each, and a trainer on 1,024, on your tasks. On Slurm:
+         glm5 slurm rl_agentic:glm5 --chip=v5p --devices_per_node=4 --workdir=DIR --checkpoint=WORKDIR
+             --tasks="({'folder': 'TASKS'},)" >run.sbatch
 
 --max_staleness=0 is synchronous training: no sampling during updates.
 --tasks="({'folder': 'DIR'},)" selects terminal tasks: folders in Harbor's format in DIR. Each is attempted
 with a shell in a sandbox, as in experiments/evaluate.py, for which their program needs root.
+--tasks="({'dataset': 'DIR'},)" selects software engineering tasks, the data set that build_environments.py writes in DIR.
 --tasks="({'file': 'FILE'},)" selects the tasks of a .jsonl or .py file, as in rl_reasoning.py, with the file's tools.
 """
 
@@ -36,7 +41,8 @@ from glm5_jax.agents.loop import LoopConfig
 from glm5_jax.envs.reasoning.task_file import TaskFile
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
-from glm5_jax.envs.service import AgentService
+from glm5_jax.envs.service import make_loop_config
+from glm5_jax.envs.swe.service import SweShare
 from glm5_jax.envs.terminal.service import TerminalShare
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.algorithm.credit import CreditConfig
@@ -78,7 +84,7 @@ class AgenticConfig(AgenticRlConfig):
 
     policy: PolicyConfig = PolicyConfig(correction="double_sided")  # GLM-5 4.1.2
     credit: CreditConfig = CreditConfig(baseline="centred")  # GLM-5 3.3
-    tasks: tuple[TaskWeight | TaskFile | TerminalShare, ...] = rl_reasoning.ALL
+    tasks: tuple[TaskWeight | TaskFile | TerminalShare | SweShare, ...] = rl_reasoning.ALL
     verifier: VerifierConfig = VerifierConfig()
     context: ContextConfig = CONTEXTS["everything"]
 
@@ -86,29 +92,35 @@ class AgenticConfig(AgenticRlConfig):
         super().__post_init__()
         self.loop()
 
+    @property
+    def data_example(self) -> str:
+        is_shipped = all(isinstance(share, TaskWeight) for share in self.tasks)
+        return rl_reasoning.TASKS_EXAMPLE if is_shipped else ""
+
     def loop(self) -> LoopConfig:
         """Returns the limits of an attempt."""
-        rollout = self.rollout
-        return LoopConfig(
-            max_turns=rollout.max_turns,
-            max_tokens=self.length,
-            reply_tokens=rollout.max_tokens,
-            timeout_s=self.agent_timeout_s,
-            tool_timeout_s=rollout.tool_timeout_s,
-            context=self.context,
-        )
+        return make_loop_config(self, self.length, self.context)
+
+    @property
+    def task_shares(self) -> tuple[TaskWeight | TaskFile | TerminalShare | SweShare, ...]:
+        return self.tasks
 
     def make_task_service(self, service: ServiceConfig, tokenizer: Tokenizer) -> TaskService:
         """Returns the service of a set of tasks: with its agent, the agent's tools and the verifier."""
         share = self.tasks[self.program.number]
-        options = {"variant": self.rollout.variant, "thinking": self.rollout.thinking}
-        if isinstance(share, TerminalShare):
+        if isinstance(share, TerminalShare | SweShare):
+            options = {"variant": self.rollout.variant, "thinking": self.rollout.thinking}
             return share.make_service(service, tokenizer, self.loop(), **options)
-        tasks, held_out = share.tasks_of(), share.tasks_of(evaluation=True)
-        toolbox = rl_reasoning.make_toolbox((*tasks, *held_out), (share,))
-        verifiers = rl_reasoning.Verifiers(self.verifier, False, (share,))
-        limits = tokenizer, self.loop()
-        return AgentService(service, tasks, held_out, toolbox, verifiers, *limits, **options)
+        return rl_reasoning.make_agent_service(
+            self,
+            service,
+            tokenizer,
+            share.tasks_of(),
+            share.tasks_of(evaluation=True),
+            loop=self.loop(),
+            verifier=rl_reasoning.Verifiers(self.verifier, False, (share,)),
+            shares=(share,),
+        )
 
     def programs(self) -> tuple[str, ...]:
         """Returns the flags of launch/local.py that start this run. Empty for a process that is one of its programs."""
@@ -127,11 +139,11 @@ def check(config: AgenticConfig) -> None:
 
 def check_tasks(shares: Iterable[object]) -> None:
     """Reads the tasks of folders and files. Raises ValueError if they are missing or invalid."""
+    shares = list(shares)
     for share in shares:
-        if isinstance(share, TerminalShare):
+        if isinstance(share, TerminalShare | SweShare):
             share.load()
-        elif isinstance(share, TaskFile):
-            share.tasks_of()
+    rl_reasoning.check_tasks(shares)
 
 
 def get_config(variant: str = "tiny") -> AgenticConfig:
@@ -186,6 +198,7 @@ def small() -> AgenticConfig:
     base = rl_reasoning.small()
     return AgenticConfig(
         name="rl_agentic:small",
+        requires_data=True,
         model=base.model,
         mesh=base.mesh,
         schedule=base.schedule,
@@ -199,34 +212,23 @@ def small() -> AgenticConfig:
 
 
 def glm5() -> AgenticConfig:
-    """Runs the trainer on the mesh of rl_reasoning.py, one pod slice of v5p, and engines as W4A8 on 8 chips each.
-
-    The W4A8 checkpoint is --experiment.served_checkpoint=FOLDER of quantise.py. The paper does not disclose the number of
-    engines.
-    """
-    base, serve_config = rl_reasoning.glm5(), serving.glm5()
+    """Runs trainer and engines on the chips of rl_reasoning.py:glm5, with the context of the served model."""
+    base = rl_reasoning.glm5()
     return AgenticConfig(
         name="rl_agentic:glm5",
+        requires_data=True,
         model=base.model,
         mesh=base.mesh,
         step=base.step,
         rollout=RolloutConfig(prompts=32, group=8, max_turns=100),
-        engine=serve_config.engine,
+        engine=serving.glm5().engine,
         length=202_752,  # GLM-5 B.2
         rows=base.rows,
         max_running=256,  # 2,048 rollouts at most; GLM-5 4.1.1: more than 1,000
         tasks=ALL,
-        cluster=ClusterConfig(
-            engines=64,
-            ranks=8,
-            engine_devices=8,
-            engine_mesh=serve_config.mesh,
-            engine_topology="2x2x2",
-            hosts=256,
-            devices=4,
-            topology="8x8x16",
-            port=7000,
-        ),
+        # GLM-5 4.1.1: a batch is sent once enough trajectories exist, and stale ones are dropped.
+        pacing=False,
+        cluster=base.cluster,
     )
 
 

@@ -15,15 +15,22 @@ the other side of a comparison (tasks of kind "anchors"). They may also be train
 (--anchors=FILE --sft_rows=8).
 
 :tiny  from the lifecycle's last checkpoint, in about three minutes: constraints on a reply in a play, by rules.
-:small for one accelerator: instructions, safety and creativity by both models.
-:glm5  the same for 1,024 chips. The paper prints neither tasks nor weights; those used are the shipped ones.
+:small for one accelerator: instructions, safety and creativity by both models. It takes your tasks, or the shipped ones
+       with --requires_data=false:
+       glm5 run rl_general:small --checkpoint=WORKDIR --judge=http://HOST:PORT
+           --tasks="[{'kind': 'prompts', 'file': 'prompts.jsonl'}]"
+:glm5  the same with the programs of rl_reasoning.py:glm5, on your tasks. The paper prints neither tasks nor weights.
+       On Slurm:
+       glm5 slurm rl_general:glm5 --chip=v5p --devices_per_node=4 --workdir=DIR --checkpoint=WORKDIR
+           --judge=http://HOST:PORT --tasks="[{'kind': 'prompts', 'file': 'prompts.jsonl'}]" >run.sbatch
 """
 
 import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from experiments import rl_reasoning
@@ -36,14 +43,20 @@ from glm5_jax.envs.hybrid_reward import GeneralConfig, HybridReward, anchor_task
 from glm5_jax.envs.instructions import generated_tasks, ifeval
 from glm5_jax.envs.instructions.generated_tasks import ConstraintTaskConfig
 from glm5_jax.envs.instructions.ifeval import Instructions
+from glm5_jax.envs.service import make_loop_config
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.rl.config import RlConfig
+from glm5_jax.rl.orchestrator.task_service import ServiceConfig, TaskService
+from glm5_jax.rl.programs import servers
+from glm5_jax.rl.programs.on_policy import OnPolicyRlConfig
+from glm5_jax.rl.programs.roles import list_roles
 from glm5_jax.rl.reward_model.outcome_model import BatchedScorer, OutcomeModel
 from glm5_jax.rl.rollouts.rollout import RolloutConfig
 from glm5_jax.rl.trainers.sync_trainer import SyncRlTrainer, TaskSuite
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
 from glm5_jax.runtime.api_keys import read_key
+from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.stages import Stage
 
@@ -88,7 +101,12 @@ class GeneralTaskWeight:
     def name(self) -> str:
         if self.kind == "demands":
             return self.demands.name
-        return f"{self.kind}:{self.file or 'shipped'}"
+        return f"{self.kind}.{pathlib.Path(self.file).stem if self.file else 'shipped'}"
+
+    @property
+    def has_user_file(self) -> bool:
+        """Whether the tasks are those of a file of the user; the others are shipped or generated."""
+        return self.file is not None and self.file not in PROMPTS
 
     def tasks_of(self, *, evaluation: bool = False) -> list[Task]:
         """Returns the tasks of one side of the split. Raises ValueError for an invalid file."""
@@ -118,7 +136,7 @@ ALL = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GeneralRlConfig(RlConfig):
+class GeneralRlConfig(OnPolicyRlConfig):
     """Configuration of general RL.
 
     Attributes:
@@ -143,14 +161,14 @@ class GeneralRlConfig(RlConfig):
     def __post_init__(self):
         super().__post_init__()
         Instructions(self.rules)
-        if not self.tasks:
-            raise ValueError("tasks is empty; name at least one kind")
-        names = [share.name for share in self.tasks]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two of the tasks have one name: {sorted(names)}; join them into one")
         if (self.anchors is None) != (self.sft_rows == 0):
             raise ValueError(
                 f"anchors is {self.anchors!r} and sft_rows {self.sft_rows}; give both the file and the number in a batch, or neither"
+            )
+        if self.reward_model is not None and self.has_engine_processes:
+            raise ValueError(
+                f"reward_model is {self.reward_model!r}, which is scored on the trainer's devices, and the task services run in "
+                "other processes; give a judge, or set engine_placement to in_process"
             )
         if self.judge is None and self.judge_key_file is not None:
             raise ValueError(
@@ -161,14 +179,24 @@ class GeneralRlConfig(RlConfig):
     def changeable_on_resume(self) -> tuple[str, ...]:
         return *super().changeable_on_resume, "judge_key_file"
 
-    def make_stage(
-        self,
-        workdir: str | os.PathLike,
-        evaluator: object = None,
-        previous_stage: Stage | None = None,
-        **options,
+    @property
+    def data_example(self) -> str:
+        if any(share.has_user_file for share in self.tasks):
+            return ""
+        return "tasks=\"[{'kind': 'prompts', 'file': 'prompts.jsonl'}]\""
+
+    @property
+    def task_shares(self) -> tuple[GeneralTaskWeight, ...]:
+        return self.tasks
+
+    def conversations(self) -> Sequence[Conversation]:
+        return (
+            [anchor_conversation(one) for one in read_anchors(self.anchors)] if self.anchors else ()
+        )
+
+    def make_sync_trainer(
+        self, workdir: str | os.PathLike, previous_stage: Stage | None = None, **options
     ) -> SyncRlTrainer:
-        del evaluator
         verify, judging = make_verifier(self)
         kinds = {share.name: share.tasks_of() for share in self.tasks}
         suite = TaskSuite(
@@ -178,12 +206,32 @@ class GeneralRlConfig(RlConfig):
             held_out={share.name: share.tasks_of(evaluation=True) for share in self.tasks},
             verify=verify,
             judging=judging,
-            conversations=[anchor_conversation(one) for one in read_anchors(self.anchors)]
-            if self.anchors
-            else (),
+            conversations=self.conversations(),
         )
         known = list(itertools.chain(*kinds.values()))
         return SyncRlTrainer(self, workdir, suite, known, previous_stage=previous_stage, **options)
+
+    def make_task_service(self, service: ServiceConfig, tokenizer: Tokenizer) -> TaskService:
+        share = self.tasks[self.program.number]
+        verify, judging = make_verifier(self)
+        return rl_reasoning.make_agent_service(
+            self,
+            service,
+            tokenizer,
+            share.tasks_of(),
+            share.tasks_of(evaluation=True),
+            loop=make_loop_config(self, self.max_attempt_tokens),
+            verifier=verify,
+            judging=judging,
+        )
+
+    def programs(self) -> tuple[str, ...]:
+        """Returns the flags of launch/local.py that start this run; empty if it is one program."""
+        return self.start_flags(__file__, get_config)
+
+
+# What launchers call: the roles of a run, the server of a role, and the check before any starts.
+roles, serve, check = list_roles, servers.serve, servers.check
 
 
 def make_verifier(
@@ -261,9 +309,9 @@ def glm5() -> GeneralRlConfig:
     return GeneralRlConfig(**shared_fields(rl_reasoning.glm5(), name="rl_general:glm5"), tasks=ALL)
 
 
-def shared_fields(config: RlConfig, **changes) -> dict:
-    """Returns the fields of `RlConfig` of an experiment, with changes."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(RlConfig)}
+def shared_fields(config: RlConfig, kind: type[RlConfig] = OnPolicyRlConfig, **changes) -> dict:
+    """Returns the fields of `kind` that an experiment has, with changes."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(kind)}
     return fields | changes
 
 

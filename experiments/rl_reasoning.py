@@ -16,21 +16,32 @@ and `verify`, such as experiments/tasks/reverse.py; glm5_jax/envs/reasoning/task
 :tiny      from the lifecycle's SFT checkpoint (--checkpoint=WORKDIR), in about three minutes: chains of
            three and four values after SFT on five, and multiple choice. Code is too hard for it: see :small.
 :tools     from the same checkpoint: products, for which the policy must call a calculator and report its answer.
-:small     for one accelerator, from an SFT run: math, science, code and tools (`calculate`, `python`).
+:small     for one accelerator, from an SFT run: math, science, code and tools (`calculate`, `python`). It takes your tasks,
+           as `tasks` above, or trains on shipped ones with --requires_data=false:
+           glm5 run rl_reasoning:small --checkpoint=WORKDIR --tasks="({'file': 'tasks.jsonl'},)"
 :flash     the same for one machine with 8 accelerators of 80 GB: LoRA adapters of GLM-4.7-Flash, from its HuggingFace
            folder (--experiment.checkpoint=FOLDER). The adapters are in WORKDIR/adapter, in PEFT's form.
-:glm5      the same for 1,024 chips. Provide tasks; few are shipped.
+:glm5      the same for 1,024 chips, with 64 engines of 8 chips each in processes of their own, on your tasks. On Slurm:
+           glm5 slurm rl_reasoning:glm5 --chip=v5p --devices_per_node=4 --workdir=DIR --checkpoint=WORKDIR
+               --tasks="({'file': 'tasks.jsonl'},)" >run.sbatch
+
+--engine_placement=separate runs the engines of any variant in processes of their own, as in rl_agentic.py, which
+describes the programs. launch/local.py starts them on this machine, launch/on_ray.py, slurm.py and gke.py on several:
+glm5 local rl_reasoning:tiny --checkpoint=WORKDIR --engine_placement=separate --mismatch.attempts=0 --workdir=DIR
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from experiments import sft
+from experiments import serve as serving, sft
 from glm5_jax import presets
+from glm5_jax.agents.loop import LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.envs.reasoning.difficulty import DifficultyConfig, keep_hard, read_verdicts
 from glm5_jax.envs.reasoning.python_tool import PYTHON, Python
@@ -38,15 +49,28 @@ from glm5_jax.envs.reasoning.task_file import LoadedTasks, TaskFile
 from glm5_jax.envs.reasoning.task_sources import BOXED, TaskConfig, tasks
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig, verifier_for
 from glm5_jax.envs.search.tools import search_tools
+from glm5_jax.envs.service import AgentService, make_loop_config
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.algorithm.credit import CreditConfig
 from glm5_jax.rl.algorithm.losses import PolicyConfig
-from glm5_jax.rl.config import EvaluationConfig, RlConfig, adam_optimizer_config, policy_step_config
+from glm5_jax.rl.config import (
+    EvaluationConfig,
+    RlConfig,
+    adam_optimizer_config,
+    policy_step_config,
+)
+from glm5_jax.rl.orchestrator.task_service import ServiceConfig, TaskService
+from glm5_jax.rl.programs import servers
+from glm5_jax.rl.programs.cluster import ClusterConfig
+from glm5_jax.rl.programs.on_policy import SEPARATE, OnPolicyRlConfig
+from glm5_jax.rl.programs.roles import list_roles
 from glm5_jax.rl.rollouts.rollout import RolloutConfig, ToolError
+from glm5_jax.rl.trainers.mismatch_monitor import MismatchConfig
 from glm5_jax.rl.trainers.sync_trainer import SyncRlTrainer, TaskSuite
-from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
 from glm5_jax.runtime.coroutines import run_sync
+from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import MeshConfig, choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
@@ -84,6 +108,7 @@ class TaskWeight:
         return list(tasks(self.tasks, evaluation=evaluation))
 
 
+TASKS_EXAMPLE = "tasks=\"({'file': 'tasks.jsonl'},)\""
 ALL = (
     TaskWeight(TaskConfig(kind="gsm8k", size=10_000, instruction=BOXED)),
     TaskWeight(TaskConfig(kind="choices", size=10_000)),
@@ -93,7 +118,7 @@ ALL = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReasoningConfig(RlConfig):
+class ReasoningConfig(OnPolicyRlConfig):
     """Configuration of reasoning RL.
 
     Attributes:
@@ -114,33 +139,41 @@ class ReasoningConfig(RlConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.tasks:
-            raise ValueError("tasks is empty; name at least one kind")
-        names = [share.name for share in self.tasks]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two of the tasks have one name: {sorted(names)}; join them into one")
+        if self.partial_credit and self.has_engine_processes:
+            raise ValueError(
+                "partial_credit is true, and engines in processes of their own do not count an attempt's tokens, which it "
+                "needs; set it to false, or engine_placement to in_process"
+            )
         if (self.verdicts is None) != (self.stronger_verdicts is None):
             raise ValueError("verdicts and stronger_verdicts belong together; give both or none")
 
-    def make_stage(
-        self,
-        workdir: str | os.PathLike,
-        evaluator: object = None,
-        previous_stage: Stage | None = None,
-        **options,
+    @property
+    def data_example(self) -> str:
+        return "" if any(isinstance(share, TaskFile) for share in self.tasks) else TASKS_EXAMPLE
+
+    @property
+    def task_shares(self) -> tuple[TaskWeight | TaskFile, ...]:
+        return self.tasks
+
+    def training_tasks(self, shares: Iterable[TaskWeight | TaskFile]) -> dict[str, list[Task]]:
+        """Returns the training tasks of some sets by name, without those that their pass rates leave out."""
+        kinds = {share.name: share.tasks_of() for share in shares}
+        if self.verdicts is None or self.stronger_verdicts is None:
+            return kinds
+        hard_tasks, report = keep_hard(
+            list(itertools.chain(*kinds.values())),
+            read_verdicts(self.verdicts),
+            read_verdicts(self.stronger_verdicts),
+            self.difficulty,
+        )
+        print(report)
+        hard_ids = {task.id for task in hard_tasks}
+        return {name: [t for t in tasks if t.id in hard_ids] for name, tasks in kinds.items()}
+
+    def make_sync_trainer(
+        self, workdir: str | os.PathLike, previous_stage: Stage | None = None, **options
     ) -> SyncRlTrainer:
-        del evaluator
-        kinds = {share.name: share.tasks_of() for share in self.tasks}
-        if self.verdicts is not None and self.stronger_verdicts is not None:
-            hard_tasks, report = keep_hard(
-                list(itertools.chain(*kinds.values())),
-                read_verdicts(self.verdicts),
-                read_verdicts(self.stronger_verdicts),
-                self.difficulty,
-            )
-            print(report)
-            hard_ids = {task.id for task in hard_tasks}
-            kinds = {name: [t for t in tasks if t.id in hard_ids] for name, tasks in kinds.items()}
+        kinds = self.training_tasks(self.tasks)
         suite = make_task_suite(
             self, kinds, Verifiers(self.verifier, self.partial_credit, self.tasks)
         )
@@ -148,6 +181,73 @@ class ReasoningConfig(RlConfig):
         return SyncRlTrainer(
             self, workdir, suite, all_tasks, previous_stage=previous_stage, **options
         )
+
+    def make_task_service(self, service: ServiceConfig, tokenizer: Tokenizer) -> TaskService:
+        share = self.tasks[self.program.number]
+        return make_agent_service(
+            self,
+            service,
+            tokenizer,
+            self.training_tasks([share])[share.name],
+            share.tasks_of(evaluation=True),
+            loop=make_loop_config(self, self.max_attempt_tokens),
+            verifier=Verifiers(self.verifier, self.partial_credit, [share]),
+            shares=[share],
+        )
+
+    def programs(self) -> tuple[str, ...]:
+        """Returns the flags of launch/local.py that start this run; empty if it is one program."""
+        return self.start_flags(__file__, get_config)
+
+
+# What launchers call: the roles of a run, the server of a role, and the check before any starts.
+roles, serve = list_roles, servers.serve
+
+
+def check(config: ReasoningConfig) -> None:
+    """Raises ValueError for a missing checkpoint, missing tasks or an invalid schedule, before any program starts."""
+    servers.check(config)
+    check_tasks(config.tasks)
+
+
+def check_tasks(shares: Iterable[object]) -> None:
+    """Reads the tasks of files. Raises ValueError if they are missing or invalid."""
+    for share in shares:
+        if isinstance(share, TaskFile):
+            share.tasks_of()
+
+
+def make_agent_service(
+    config: RlConfig,
+    service: ServiceConfig,
+    tokenizer: Tokenizer,
+    tasks: Sequence[Task],
+    held_out: Sequence[Task],
+    *,
+    loop: LoopConfig,
+    verifier: Verifier,
+    shares: Iterable[object] = (),
+    judging: Callable[[], AbstractAsyncContextManager] = contextlib.nullcontext,
+) -> AgentService:
+    """Returns the service of a set of tasks: with its agent, the agent's tools and the verifier.
+
+    Args:
+      loop: limits of an attempt.
+      shares: sets that the tasks come from; the tools of task files are among those of the agent.
+      judging: context that is open while the service runs.
+    """
+    return AgentService(
+        service,
+        tasks,
+        held_out,
+        make_toolbox((*tasks, *held_out), shares),
+        verifier,
+        tokenizer,
+        loop,
+        variant=config.rollout.variant,
+        thinking=config.rollout.thinking,
+        judging=judging,
+    )
 
 
 class WeightedTasks(Protocol):
@@ -364,6 +464,7 @@ def small() -> ReasoningConfig:
     base = sft.small("mixed")
     return ReasoningConfig(
         name="rl_reasoning:small",
+        requires_data=True,
         model=sft.without_int4(base.model),
         mesh=base.mesh,
         schedule=ScheduleConfig(
@@ -395,16 +496,37 @@ def flash() -> ReasoningConfig:
 
 
 def glm5() -> ReasoningConfig:
-    """Uses the mesh of the sparse stage, whose rows are longer still."""
-    base = sft.glm5("mixed")
+    """Runs the trainer on the mesh of the sparse stage, one pod slice of v5p, and engines as W4A8 on 8 chips each.
+
+    The W4A8 checkpoint is --experiment.served_checkpoint=FOLDER of quantise.py. The paper does not disclose the number of
+    engines.
+    """
+    base, serve_config = sft.glm5("mixed"), serving.glm5()
+    length = ReasoningConfig().length
     return ReasoningConfig(
         name="rl_reasoning:glm5",
+        requires_data=True,
         model=sft.without_int4(base.model),
         mesh=base.mesh,
         step=dataclasses.replace(policy_only(base.step), token_chunk=1088),
-        engine=EngineConfig(max_num_seqs=512, prefill_chunk=8192),
+        engine=dataclasses.replace(serve_config.engine, max_length=length),
+        length=length,
         rows=256,
         tasks=ALL,
+        engine_placement=SEPARATE,
+        mismatch=MismatchConfig(attempts=0),
+        cluster=ClusterConfig(
+            engines=64,
+            ranks=8,
+            engine_hosts=2,
+            engine_devices=4,
+            engine_mesh=serve_config.mesh,
+            engine_topology="2x2x2",
+            hosts=256,
+            devices=4,
+            topology="8x8x16",
+            port=7000,
+        ),
     )
 
 

@@ -5,11 +5,11 @@
     curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "hi"}]}'
 
 OpenAI's SDK takes base_url="http://127.0.0.1:8000/v1" (chats, responses and completions), Anthropic's takes
-base_url="http://127.0.0.1:8000"; the api_key is any text unless the server has a key. inference/server.py lists all
-endpoints.
+base_url="http://127.0.0.1:8000"; the api_key is any text unless the server has a key. docs/clients.md has the commands
+of benchmarks and coding agents, and inference/server.py all endpoints.
 
-DIR is the workdir of a run (such as that of experiments/sft.py), one of its checkpoints/STEP, or a HuggingFace folder
-(also one of experiments/quantise.py). Nothing is written, so there is no --workdir. Ctrl-C or SIGTERM stops the server
+DIR is the workdir of a run (such as that of experiments/sft.py), one of its checkpoints/STEP, a HuggingFace folder (also
+one of experiments/quantise.py), or a repository owner/name of the hub, with @REVISION if it is not the default branch. Nothing is written, so there is no --workdir. Ctrl-C or SIGTERM stops the server
 after the running requests.
 
 A running server can load another DIR of the same model, with the same quantisation or none:
@@ -24,11 +24,12 @@ weights' KV cache, recompute starts them again.
 :tiny    for two CPU cores: 8 concurrent chats; each program is compiled when a request needs it
 :small   for one accelerator: 64 concurrent chats, drafts by the MTP layer
 :flash   for one accelerator with 80 GB: GLM-4.7-Flash, 32 concurrent chats of up to 32K tokens, drafts by the MTP layer
-:glm5    for the chips of one process: expert parallelism over them, data-parallel attention over chats, 4 drafts
+:glm5    for a slice of TPUs or some nodes of GPUs: expert parallelism over them, data-parallel attention over chats, 4
+         drafts. By default bf16 weights on 32 v5p, 4 of each host
 
 :small, :flash and :glm5 listen at once and then compile all programs (--warm). Meanwhile requests wait, and /health
-says "compiling 11 of 38" with status 503. Programs of log-probs and of grammars (response_format, tool_choice) are
-compiled when a request needs them.
+says "compiling 11 of 178" with status 503. --engine.warms_prompt_logprobs=False skips the programs of log-probs of prompts
+(echo with logprobs), a quarter of them. The first such requests then delay all others.
 
 --adapter=FOLDER merges a LoRA adapter in PEFT's form, such as the folder `adapter` in the workdir of a run
 that trained one (the workdir itself is served with its adapter, too).
@@ -37,18 +38,33 @@ With --engine.index_cache=int8 and --engine.latent_cache=fp8 the cache holds 1.8
 tokens. `glm5 compile serve:glm5 ...` computes the memory that a chip needs.
 Other machines can connect with --server.host=0.0.0.0 and --server.api_key_file=FILE, which holds
 the key that clients send. If the engine fails, the process ends with code 1, and all launchers restart a role with it.
+
+An engine of several processes, one on each host, is started by launch/local.py, on_ray.py, slurm.py or gke.py. The first
+process serves HTTP, and the others follow its steps. All end if one of them ends, and are restarted together:
+
+    glm5 local serve:tiny --checkpoint=DIR --hosts=2 --devices=2 --mesh.expert=-1
+    python -m launch.gke --experiment=experiments/serve.py:glm5 --experiment.checkpoint=DIR ... --accelerator=tpu-v5p-slice
+
+--hosts, --devices (of each process) and --topology are its processes and chips.
 """
 
 import asyncio
 import dataclasses
+import re
+from collections.abc import Sequence
+
+import jax
 
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.runtime.http_server import check_port
+from glm5_jax.runtime.placement import Role
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import MeshConfig, choose
+
+START_TIMEOUT_S = 1800.0  # of loading the weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,15 +75,46 @@ class ServeConfig:
       checkpoint: workdir, one of its checkpoints/STEP or a HuggingFace folder; None: not set, so the server cannot start.
       adapter: folder of a PEFT adapter of this model, which is merged into its weights; None: none.
       warm: whether to compile all programs before the first request, while the server already listens.
+      hosts: number of processes of the engine, for launchers; without a launcher there is one.
+      devices, topology: accelerators of each process, and their TPU topology, see `runtime.placement.Role`.
       mesh, engine, server: options of the mesh, the engine and the HTTP server.
     """
 
     checkpoint: str | None = None
     adapter: str | None = None
     warm: bool = True
+    hosts: int = 1
+    devices: int = 0
+    topology: str = ""
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+    def __post_init__(self):
+        if self.hosts < 1:
+            raise ValueError(f"hosts is {self.hosts}; it must be positive")
+
+
+def roles(config: ServeConfig, command: Sequence[str]) -> list[Role]:
+    """Returns the role of the server, for launchers. command: flags of launch/run.py."""
+    words = [word for word in command if not re.match("--?workdir(=|$)", word)]
+    listen = ("host={host}", "port={port}", "ready_file={ready}")
+    argv = ["{python}", "-m", "launch.run", *words]
+    argv += [f"--experiment.server.{flag}" for flag in listen]
+    if config.hosts > 1:
+        argv.append("--distributed={distributed}")
+    return [
+        Role(
+            name="serve",
+            argv=argv,
+            hosts=config.hosts,
+            devices=config.devices,
+            tpu_topology=config.topology,
+            port=config.server.port,
+            start_timeout_s=START_TIMEOUT_S,
+            grace_s=2 * config.server.grace_s,
+        )
+    ]
 
 
 def get_config(variant: str = "tiny") -> ServeConfig:
@@ -118,7 +165,8 @@ def glm5() -> ServeConfig:
         token_chunk=512,  # limits the receive buffers of one of 16 devices to 0.8 GB
         vocab_block=40_960,
     )
-    return ServeConfig(engine=engine, mesh=MeshConfig(fsdp=1, expert=-1))
+    mesh = MeshConfig(fsdp=1, expert=-1)
+    return ServeConfig(engine=engine, mesh=mesh, hosts=8, devices=4, topology="2x4x4")
 
 
 def make_server(config: ServeConfig):
@@ -151,6 +199,8 @@ def run(config: ServeConfig) -> int:
     try:
         with PreemptionGuard(ends=True):
             server = make_server(config)
+    except (ConnectionError, TimeoutError) as error:  # of another process of the engine
+        return _fail(error, 1)
     except (ValueError, OSError) as error:
         return _fail(error)
     return serve_until_ended(server, config)
@@ -162,8 +212,9 @@ def serve_until_ended(server, config: ServeConfig) -> int:
         asyncio.run(server.serve(lambda port: _print_address(config, port)))
     except OSError as error:
         return _fail_to_listen(config, error)
-    if (failure := server.worker.failure) is not None:
+    if server.failed:
         # Not 2, a user error, which launchers do not restart. Not `placement.EXIT_RESTART`, which has no restart limit.
+        failure = server.failure
         return _fail(f"the engine has failed: {type(failure).__name__} {failure}", 1)
     return 0
 
@@ -181,6 +232,8 @@ def _fail(error, code: int = 2) -> int:
 
 
 def _print_address(config: ServeConfig, port: int) -> None:
+    if jax.process_index() > 0:
+        return  # this server answers health checks only
     host = config.server.host
     verb = "will answer" if config.warm else "answers"
     print(f"{config.server.model} {verb} at http://{host}:{port} (Ctrl-C ends it)", flush=True)

@@ -14,14 +14,17 @@ except its mistakes.
 
 :tiny    for two CPU cores: shipped and generated chats (glm5_jax/data/chat_tasks.py), 1024 tokens, about four
          minutes. experiments/ablations/thinking.py measures the result.
-:small   for one accelerator: 32K. Provide chats, each category with its weight:
-         --data.sources="[{'chats': 'agent/*.jsonl', 'category': 'agent', 'mode': 'preserved'}]"
-         python -m experiments.check_chats FILES reports errors in them.
-:flash   for one accelerator with 80 GB: LoRA adapters of GLM-4.7-Flash, or of the model of any other HuggingFace folder
-         of the family (--checkpoint=FOLDER), with its tokenizer. The adapters are in WORKDIR/adapter, in
-         PEFT's form. Adapters of another variant: --model.lora.rank=16 --model.int4_group=None
+:small   for one accelerator: 32K. It takes your chats, each category with its weight:
+         glm5 run sft:small,mixed --checkpoint=WORKDIR
+             --data.sources="[{'chats': 'agent/*.jsonl', 'category': 'agent', 'mode': 'preserved'}]"
+         glm5 check_chats FILES reports errors in them.
+:flash   for one accelerator with 80 GB, on your chats: LoRA adapters of GLM-4.7-Flash, or of the model of any other
+         HuggingFace folder of the family (--checkpoint=FOLDER), with its tokenizer. The adapters are in
+         WORKDIR/adapter, in PEFT's form. Adapters of another variant: --model.lora.rank=16 --model.int4_group=None
 :glm5    for 1,024 chips: up to 202,752 tokens. The paper does not print learning rate, batch, tokens and the
-         categories' shares; those used here are ours.
+         categories' shares; those used here are ours. On Slurm:
+         glm5 slurm sft:glm5,mixed --hosts=256 --devices=4 --chip=v5p --workdir=DIR --checkpoint=WORKDIR
+             --data.sources="[{'chats': 'agent/*.jsonl', 'category': 'agent', 'mode': 'preserved'}]" >run.sbatch
 """
 
 import dataclasses

@@ -4,7 +4,11 @@
 
 Attempts every task of rl_reasoning.py:tiny as that experiment would, --rollout.group times, and appends the
 number of passes to DIR/verdicts.jsonl, one line a task. The same command resumes a run that was stopped or killed. Run
-it for the policy that is to train and for a stronger one, which may be another model. rl_reasoning.py reads both files,
+it for the policy that is to train and for a stronger one, which may be any model with OpenAI's chat API:
+
+    glm5 run task_pass_rates:tiny --endpoint.base_url=URL --workdir=OTHER
+
+A policy that needs several hosts is such a server too: start it with serve.py. rl_reasoning.py reads both files,
 
     --verdicts=DIR/verdicts.jsonl --stronger_verdicts=OTHER/verdicts.jsonl
 
@@ -15,30 +19,76 @@ import dataclasses
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from experiments import rl_reasoning
+from experiments.evaluate import EndpointConfig
 from experiments.rl_reasoning import ReasoningConfig, Verifiers, make_task_suite
+from glm5_jax.agents.client import ChatClient
+from glm5_jax.agents.context import TokenCounter
+from glm5_jax.agents.rollouts import ChatRollouts
+from glm5_jax.agents.tools import Toolbox
 from glm5_jax.checkpoint import models
 from glm5_jax.envs.reasoning.difficulty import read_verdicts
+from glm5_jax.envs.service import make_loop_config
 from glm5_jax.inference.engine import Engine
 from glm5_jax.metrics.jsonl import append_lines, read_complete_lines
 from glm5_jax.parallel.mesh import make_mesh
-from glm5_jax.rl.rollouts.rollout import Rollouts, check_task
+from glm5_jax.rl.rollouts.rollout import Rollouts, Tools, check_task
 from glm5_jax.rl.trainers.sync_trainer import judge
 from glm5_jax.rl.trajectory import Group
+from glm5_jax.rl.types import Task
 from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.runtime.coroutines import run_sync
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.layouts import template
-from glm5_jax.training.experiment import check_resume, write_config
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.experiment import check_resume, choose, write_config
 
-get_config = rl_reasoning.get_config
 FILE = "verdicts.jsonl"
 
 
-def run(config: ReasoningConfig, workdir: pathlib.Path) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassRateConfig(ReasoningConfig):
+    """Configuration of a measurement of pass rates.
+
+    Attributes:
+      endpoint: server of the policy; without a base_url the policy is `checkpoint`, sampled in this process.
+      concurrency: maximum number of attempts that run at once at the server.
+    """
+
+    endpoint: EndpointConfig = EndpointConfig(temperature=1.0)  # that of training
+    concurrency: int = 64
+
+    @property
+    def changeable_on_resume(self) -> tuple[str, ...]:
+        changeable = ("endpoint.base_url", "endpoint.api_key_file", "concurrency")
+        return *super().changeable_on_resume, *changeable
+
+
+def get_config(variant: str = "tiny") -> PassRateConfig:
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
+    return choose(
+        variant,
+        {
+            "addition": lambda: _measured(rl_reasoning.addition()),
+            "tiny": lambda: _measured(rl_reasoning.tiny()),
+            "tools": lambda: _measured(rl_reasoning.tools()),
+            "small": lambda: _measured(rl_reasoning.small()),
+            "flash": lambda: _measured(rl_reasoning.flash()),
+            "glm5": lambda: _measured(rl_reasoning.glm5()),
+        },
+    )
+
+
+def _measured(config: ReasoningConfig) -> PassRateConfig:
+    """Returns the configuration that measures the tasks of an experiment."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(ReasoningConfig)}
+    return PassRateConfig(**fields)
+
+
+def run(config: PassRateConfig, workdir: pathlib.Path) -> int:
     """Attempts all tasks without a verdict. Returns the exit code."""
     try:
         # Ending at once is safe: a batch's verdicts are on disk before the next batch.
@@ -50,11 +100,11 @@ def run(config: ReasoningConfig, workdir: pathlib.Path) -> int:
     return 0
 
 
-def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
-    if config.checkpoint is None:
+def _run(config: PassRateConfig, workdir: pathlib.Path) -> None:
+    if (config.checkpoint is None) == (config.endpoint.base_url is None):
         raise ValueError(
-            "no policy attempts the tasks; give --experiment.checkpoint=PATH, a workdir, one of its checkpoints/STEP or an "
-            "HF folder"
+            f"checkpoint is {config.checkpoint} and endpoint.base_url {config.endpoint.base_url}; give one policy: "
+            "--experiment.checkpoint=PATH, a workdir, one of its checkpoints/STEP or an HF folder, or the URL of a server"
         )
     if config.verdicts is not None:
         raise ValueError(
@@ -72,14 +122,14 @@ def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
     tasks = list(itertools.chain(*kinds.values()))
     suite = make_task_suite(config, kinds, Verifiers(config.verifier, False))
     try:
-        rollouts = _rollouts(config, suite.tools, tasks)
+        sample = _sampler(config, suite.tools, tasks)
         write_config(workdir, config)
         with ProgressBar(len(tasks), len(known), "task") as bar:
             for first in range(0, len(tasks), config.rollout.prompts):
                 part = tasks[first : first + config.rollout.prompts]
                 if not (left := [task for task in part if task.id not in known]):
                     continue
-                groups = rollouts.sample(left, config.seed, first=first)
+                groups = sample(left, first)
                 run_sync(judge(groups, suite, config.reward_concurrency))
                 if not (rows := _rows(groups)):
                     raise ValueError(f"no attempt could be judged: {groups[0].rewards[0].error}")
@@ -92,7 +142,44 @@ def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
     _show(file, kinds, len(tasks) - len(known))
 
 
-def _rollouts(config: ReasoningConfig, tools, tasks) -> Rollouts:
+def _sampler(
+    config: PassRateConfig, tools: Tools | None, tasks: Sequence[Task]
+) -> Callable[[Sequence[Task], int], list[Group]]:
+    """Returns a function that samples groups of attempts at tasks, after `first` earlier ones.
+
+    Raises ValueError for an unsuitable policy or unsuitable tasks.
+    """
+    if config.endpoint.base_url is not None:
+        rollouts = _served_rollouts(config, config.endpoint.base_url, tools)
+        return lambda tasks, first: rollouts.sample(tasks)
+    local = _rollouts(config, tools, tasks)
+    return lambda tasks, first: local.sample(tasks, config.seed, first=first)
+
+
+def _served_rollouts(config: PassRateConfig, url: str, tools: Tools | None) -> ChatRollouts:
+    """Returns rollouts of the server's model."""
+    endpoint, path = config.endpoint, config.endpoint.tokenizer
+    tokenizer = Tokenizer.load(path) if path else Tokenizer.default()
+    client = ChatClient(
+        url,
+        endpoint.model,
+        api_key=endpoint.key,
+        timeout_s=config.agent_timeout_s,
+        concurrency=config.concurrency,
+    )
+    thinking = config.rollout.thinking
+    fields = {} if thinking else {"chat_template_kwargs": {"enable_thinking": False}}
+    return ChatRollouts(
+        client,
+        tools or Toolbox({}),
+        TokenCounter(tokenizer, config.rollout.variant, thinking),
+        make_loop_config(config, config.max_attempt_tokens),
+        group=config.rollout.group,
+        fields=endpoint.sampling | fields,
+    )
+
+
+def _rollouts(config: PassRateConfig, tools: Tools | None, tasks: Sequence[Task]) -> Rollouts:
     """Returns the checkpoint's rollouts at the temperature of training. Raises ValueError for unsuitable tasks."""
     assert config.checkpoint is not None, "a run has checked it"
     tokenizer = models.load_tokenizer(config.checkpoint)

@@ -31,6 +31,7 @@ PROGRAM_FLAGS = {
     "experiment": "the experiment, NAME:VARIANT or FILE.py:VARIANT",
     "workdir": "folder of the run",
     "distributed": "auto or HOST:PORT,N,I: join the processes of a pod",
+    "stage": "name of the only stage to train, of an experiment with several",
 }
 
 
@@ -42,12 +43,14 @@ class Command(NamedTuple):
       config: its config with the flags applied.
       workdir: folder of the run.
       distributed: how to join the processes of a pod; None: a single process.
+      stage: name of the only stage to train (launch/stage_plan.py); None: all stages.
     """
 
     module: ModuleType
     config: Any
     workdir: pathlib.Path
     distributed: str | None
+    stage: str | None = None
 
 
 def parse(argv: list[str], launcher_flags: Iterable[str] = ()) -> Command:
@@ -68,7 +71,10 @@ def parse(argv: list[str], launcher_flags: Iterable[str] = ()) -> Command:
     if len(rest) > 1:
         raise ValueError(f"unexpected argument {rest[1]!r}; every flag is --NAME=VALUE")
     distributed, workdir = values["distributed"].value, values["workdir"].value
-    _check_run_flags(module, spec.partition(":")[0], distributed, workdir)
+    if not (
+        hasattr(module, "roles") and launcher_flags
+    ):  # a launcher keeps its logs in the workdir
+        _check_run_flags(module, spec.partition(":")[0], distributed, workdir)
     if not workdir:
         name = spec.removesuffix(".py").replace(".py:", "_").replace(":", "_").replace(",", "_")
         workdir = f"workdir/{pathlib.Path(name).name}"
@@ -80,7 +86,7 @@ def parse(argv: list[str], launcher_flags: Iterable[str] = ()) -> Command:
         from launch.rehearsal import substitution  # imported late, because it imports jax
 
         config = substitution.replace_sizes(config, module.get_config, spec.partition(":")[2])
-    return Command(module, config, pathlib.Path(workdir), distributed)
+    return Command(module, config, pathlib.Path(workdir), distributed, values["stage"].value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,10 +172,10 @@ def _check_run_flags(
     """Raises ValueError for a flag that an experiment with a `run` function cannot use."""
     if not hasattr(module, "run"):
         return
-    if distributed:
-        fix = "start one on each host without the flag, and a router in front of them"
-        fix = "leave the flag out" if has_workdir(module) else fix
-        raise ValueError(f"--distributed={distributed}: {file} runs in one process; {fix}")
+    if distributed and not hasattr(module, "roles"):
+        raise ValueError(
+            f"--distributed={distributed}: {file} runs in one process; leave the flag out"
+        )
     if workdir and not has_workdir(module):
         raise ValueError(
             f"--workdir={workdir}: {file} writes nothing and has no workdir; to read this folder use "
@@ -205,7 +211,7 @@ def define(mutable, argv: list[str]) -> flags.FlagValues:
         sys_argv=argv,
         parse_fn=lambda _: mutable,
     )
-    for name in ("workdir", "distributed"):
+    for name in ("workdir", "distributed", "stage"):
         flags.DEFINE_string(name, None, PROGRAM_FLAGS[name], flag_values=values)
     return values
 

@@ -14,7 +14,8 @@ in the model's dtype. The report also has the minimum cost of a million tokens: 
 
 Without --topology the programs are only lowered, for the number of chips of --experiment.mesh: bytes per device and FLOPs
 follow from the shapes, in less than a minute. --topology compiles them for chips of another machine, by the real compiler
-(launch/test.sh aot installs it), and adds temporary memory, collectives and the minimum time of a step:
+(launch/test.sh aot installs it), and adds temporary memory, collectives and the minimum time of a step, and of a push of
+weights to a run's engines:
 
     v5p:8x8x16     a TPU and its topology (v5e, v5p, v6e, tpu7x)     (744B: 3 to 12 GiB, 2 to 25 minutes of two cores)
     4*v6e:16x16    four slices of one, with a slower network between them
@@ -64,6 +65,8 @@ from launch.aot.program_report import SHAPES, describe, report_of
 from launch.aot.programs import Program, lower_step
 from launch.aot.serving_programs import lower_decode, lower_prefill
 from launch.command_line import check_fields, expand, parse, spec_of
+from launch.rehearsal.arithmetic import is_quantised
+from launch.rehearsal.push_cost import describe_push, push_cost
 
 NOT_FITTING = 3  # exit code
 MODEL = "--model"
@@ -218,6 +221,8 @@ def main(argv: list[str]) -> int:
             if several:
                 file = file.with_stem(f"{file.stem}-{program.name}")
             file.write_text(text)
+    if pod is not None and not values.json and getattr(config, "has_engine_processes", False):
+        print(f"push: {describe_push(push_cost(config, pod.chip, is_quantised(config)))}")
     return 0 if fits else NOT_FITTING
 
 

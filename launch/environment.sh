@@ -1,13 +1,15 @@
 # Creates the virtual environment of the scripts in this folder, which source this file.
 #
 #   set_up GROUP [PYTHON]     installs the locks of GROUP (run, or test, which includes run) into .venv; with
-#                             a PYTHON into .venv-py312 or the like; GROUP bench into .venv-bench, docs into
-#                             .venv-docs. Sets VENV and PYTHON. Does nothing if all is installed.
+#                             a PYTHON into .venv-py312 or the like; GROUP bench, docs or clients into
+#                             .venv-GROUP. Sets VENV and PYTHON. Does nothing if all is installed.
 #                             .venv/bin/glm5 is the command of the project (launch/glm5.py).
 #   add_packages              installs the Debian packages of the tests, bubblewrap (for sandboxes) and git, if
 #                             the user is root and there is apt-get. Otherwise it prints what to install.
 #   add_compilers             installs the offline TPU and GPU compilers of the aot tests into a folder that only
 #                             the calling script imports from, because jax would start them anywhere else.
+#   add_npm_packages          installs the clients that are on npm, after `set_up clients`. Without node it prints
+#                             a message, and their tests are skipped.
 #   add_ray                   installs Ray, which is an extra, into such a folder too. If that fails, it prints
 #                             a message, and the tests of Ray fail.
 
@@ -64,7 +66,7 @@ locks_of() {
 set_up() {
   local group=$1 wanted=${2:-} base=
   VENV=$ROOT/.venv
-  if [[ $group == bench || $group == docs ]]; then VENV=$ROOT/.venv-$group; fi
+  if [[ $group == bench || $group == docs || $group == clients ]]; then VENV=$ROOT/.venv-$group; fi
   if [[ $wanted ]]; then
     base=$(find_python "$wanted")
     VENV=$ROOT/.venv-$("$base" -c 'import sys; print("py%d%d" % sys.version_info[:2])')
@@ -149,6 +151,18 @@ add_group() {
     cp "$lock" "$folder"
   fi
   export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+}
+
+add_npm_packages() {
+  local lock=$ROOT/launch/requirements/clients-npm.txt
+  if cmp -s "$lock" "$VENV/${lock##*/}"; then return; fi
+  if ! type -P npm >/dev/null; then
+    echo "not installed, so tests of clients on npm are skipped; on Debian: apt-get install npm" >&2
+    return
+  fi
+  echo "Installing $(grep -c @ "$lock") packages of npm into ${VENV#"$ROOT"/}"
+  xargs npm install --prefix "$VENV" --no-save --no-audit --no-fund --loglevel=error <"$lock"
+  cp "$lock" "$VENV"
 }
 
 add_ray() {

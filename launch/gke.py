@@ -8,8 +8,9 @@
   of the JobSet's headless service.
 - Order: each role starts after the previous one is ready.
 - Nodes: a replica with accelerators has its node pool to itself (exclusive placement).
-- Restarts: a pod that dies or hangs is restarted. A replica of several hosts takes the whole set down. The set restarts up
-  to --restarts times and continues from its checkpoint; preemptions, before which it saves, are not counted.
+- Restarts: a pod that dies or hangs is restarted. A main role of several hosts takes the whole set down. The set restarts
+  up to --restarts times and continues from its checkpoint; preemptions, before which it saves, are not counted. The pods of
+  a server of several hosts, such as an engine, end together, and each is restarted in place.
 - End: the set ends with its main roles.
 - Image and volume: IMAGE has this repository as its working directory, and a Python environment. The volume of the claim
   NAME is mounted at DIR, or at a parent of it with --mount, such as the folder of checkpoints that the run reads; all pods
@@ -129,8 +130,8 @@ def make_job_set(plan: run_plan.RunPlan, values: flags.FlagValues) -> dict[str, 
         replicas = role.count * role.slices
         job = {"name": role.name, "replicas": replicas, "dependsOn": after}
         jobs.append(job | {"template": _job(plan, role, addresses_by_word, values)})
-    # A set with a replica of several hosts restarts as a unit.
-    has_multi_host_role = any(role.hosts > 1 for role in plan.roles)
+    # A set with a main role of several hosts restarts as a unit.
+    has_multi_host_role = any(role.hosts > 1 and role.main for role in plan.roles)
     spec = {
         "network": {
             "enableDNSHostnames": True,
@@ -223,10 +224,11 @@ def _host(plan: run_plan.RunPlan, role: Role, index: str) -> str:
 
 
 def _job(plan: run_plan.RunPlan, role: Role, words, values: flags.FlagValues) -> dict[str, Any]:
-    is_multi_host = role.hosts > 1  # its processes restart together
+    # The processes of a training run restart with the set. Those of a server end together and restart in place.
+    restarts_with_set = role.hosts > 1 and role.main
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     pod = {
-        "restartPolicy": "Never" if is_multi_host else "OnFailure",
+        "restartPolicy": "Never" if restarts_with_set else "OnFailure",
         "terminationGracePeriodSeconds": math.ceil(role.grace_s),
         "nodeSelector": _node_selector(role, values),
         "containers": [_container(plan, role, words, values)],
@@ -239,8 +241,9 @@ def _job(plan: run_plan.RunPlan, role: Role, words, values: flags.FlagValues) ->
         "parallelism": role.hosts // role.slices,
         "completions": role.hosts // role.slices,
         "completionMode": "Indexed",
-        "backoffLimit": 0 if is_multi_host else role.restarts.max_restarts,
-        "podFailurePolicy": {"rules": _interruption_rules(role)} if is_multi_host else None,
+        # It counts the restarts of all pods of the job.
+        "backoffLimit": 0 if restarts_with_set else role.restarts.max_restarts * role.hosts,
+        "podFailurePolicy": {"rules": _interruption_rules(role)} if restarts_with_set else None,
         "template": {
             "metadata": {"annotations": _INTERFACES} if _has_rdma(role, values) else None,
             "spec": pod,

@@ -1,7 +1,10 @@
 """Rehearses a run: checks a recipe at its real size, then starts its real commands on emulated hosts with a small model.
 
-    python -m launch.rehearse --experiment=FILE.py:glm5 --on=slurm --hosts=256 --devices=4 --chip=v5p --workdir=/DIR
-    python -m launch.rehearse --experiment=FILE.py:glm5 --on=gke --image=IMAGE --claim=NAME --accelerator=tpu-v5p-slice ...
+    python -m launch.rehearse pretrain:glm5 --on=slurm --hosts=256 --devices=4 --chip=v5p --workdir=/DIR \\
+        --data.sources="[{'kind': 'jsonl', 'path': '/DIR/texts/*.jsonl'}]"
+    python -m launch.rehearse sft:glm5,mixed --on=gke --image=IMAGE --claim=NAME --accelerator=tpu-v5p-slice --hosts=256 \\
+        --devices=4 --tpu_topology=8x8x16 --workdir=/DIR/sft --mount=/DIR --checkpoint=/DIR/sparse \\
+        --data.sources="[{'chats': '/DIR/chats/*.jsonl'}]"
 
 --on names the launcher: slurm, gke, or machines (launch/ssh_commands.py). The other flags are those of the launcher.
 
@@ -10,9 +13,10 @@
 2. The launcher writes the script or manifest again, for at most --max_processes processes of a replica and replicas of a
    role. The commands must be the same words.
 3. All programs start on emulated hosts: network namespaces of this machine, with the host names of the pods or nodes. A
-   stand-in for srun, or for the controller of JobSets, starts them. Models, batches and devices are small ones
+   stand-in for srun, or for the controller of JobSets, starts them. Models, data, batches and devices are small ones
    (launch/rehearsal/substitution.py), and are listed.
-4. The run makes two steps. Then all of it gets SIGTERM, saves, starts again, and makes two more steps.
+4. The run makes two steps. Then all of it gets SIGTERM, saves, starts again, and makes two more steps. A server answers a
+   request, stops, and answers another one after its restart.
 
 A process that dies in between is a failure. The output is in --folder (default: workdir/rehearsal/NAME-LAUNCHER).
 
@@ -30,20 +34,28 @@ from typing import Any
 
 from absl import flags
 
+from glm5_jax import presets
 from glm5_jax.metrics import metrics_log
-from glm5_jax.rl.programs.trainer import AgenticRlConfig
 from launch import command_line, gke, rehearsal, run_plan, slurm, ssh_commands
 from launch.layouts import format_table
 from launch.rehearsal import arithmetic, checkpoints
-from launch.rehearsal.arithmetic import ERROR, Cluster, PlanFinding
+from launch.rehearsal.arithmetic import ERROR, GB, Cluster, PlanFinding
 from launch.rehearsal.hosts import EmulatedHosts, enter_namespaces
-from launch.rehearsal.job import STEPS, Job, RehearsalFailed, Times, run_parts
+from launch.rehearsal.job import (
+    STEPS,
+    Job,
+    RehearsalFailed,
+    Times,
+    run_parts,
+    run_server_parts,
+)
 from launch.rehearsal.job_set_run import JobSetRun, list_pods
 from launch.rehearsal.slurm_job import SlurmJob, parse_script
 from launch.rehearsal.ssh_job import SshJob, machine_name
-from launch.rehearsal.substitution import Rehearsal, differences, small_topology
+from launch.rehearsal.substitution import Rehearsal, differences, small_model, small_topology
 
 LAUNCHERS: dict[str, ModuleType] = {"slurm": slurm, "gke": gke, "machines": ssh_commands}
+SERVE = "serve"  # role of experiments/serve.py
 _REPLACED = ("hosts", "machines", "mount", "tpu_topology", "workdir")
 
 
@@ -83,7 +95,8 @@ def rehearse(argv: list[str]) -> int:
     if not values.check_only:
         enter_namespaces(["-m", "launch.rehearse", *argv[1:]])
     plan, output = launcher.generate(argv, values)
-    findings = list(check_plan(plan, output, values))
+    memory = list(arithmetic.check_memory(plan.config, plan.roles, cluster_of(plan, values)))
+    findings = list(check_plan(plan, output, values, [finding for _, finding in memory]))
     print(format_findings(findings), flush=True)
     if any(finding.level == ERROR for finding in findings):
         return 1
@@ -102,7 +115,8 @@ def rehearse(argv: list[str]) -> int:
         raise ValueError(f"--folder={folder} is not empty; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        start_small(plan, argv, values, launcher, folder)
+        device_bytes = {finding.role: uses.used_bytes for uses, finding in memory}
+        start_small(plan, argv, values, launcher, folder, device_bytes)
     except RehearsalFailed as error:
         print(f"failed: {error}")
         return 1
@@ -122,18 +136,27 @@ def _launcher_name(argv: Sequence[str]) -> str:
 
 
 def check_plan(
-    plan: run_plan.RunPlan, output: Any, values: flags.FlagValues
+    plan: run_plan.RunPlan,
+    output: Any,
+    values: flags.FlagValues,
+    memory_findings: Sequence[PlanFinding],
 ) -> Iterator[PlanFinding]:
-    """Yields the findings of all checks of a plan; output: the launcher's script or manifest."""
+    """Yields the findings of all checks of a plan.
+
+    output: the launcher's script or manifest. memory_findings: findings of `arithmetic.check_memory`.
+    """
     cluster = cluster_of(plan, values)
     yield from arithmetic.check_hosts(plan.roles, cluster)
     yield from arithmetic.check_meshes(plan.config, cluster)
     yield from arithmetic.check_ports(plan.roles, cluster)
-    yield from arithmetic.check_addresses(*commands_of(plan, output, values.on))
+    commands, servers = commands_of(plan, output, values.on)
+    # URLs in flags of the user are of other systems.
+    user_words = {word for role in plan.roles for word in role.argv}
+    written = {name: [w for w in words if w not in user_words] for name, words in commands.items()}
+    yield from arithmetic.check_addresses(written, servers)
     yield from arithmetic.check_folders(plan.config, plan.workdir, cluster)
     yield from arithmetic.check_inputs(plan.config)
-    for _, finding in arithmetic.check_memory(plan.config, plan.roles, cluster):
-        yield finding
+    yield from memory_findings
     yield from arithmetic.check_push(plan.config, cluster)
 
 
@@ -179,8 +202,11 @@ def start_small(
     values: flags.FlagValues,
     launcher: ModuleType,
     folder: pathlib.Path,
+    device_bytes: Mapping[str, int],
 ) -> None:
     """Runs the small form of a plan through its two parts, and prints what it is and how long it took.
+
+    device_bytes: memory of a device of each role at the real size.
 
     Raises RehearsalFailed.
     """
@@ -192,7 +218,8 @@ def start_small(
     small_argv = reduced_argv(argv, plan, values, folder / "run")
     small, output = launcher.generate(small_argv, small_values)
     check_commands(plan, small)
-    model = arithmetic.stages_of(small.config)[0][1].model
+    stages = arithmetic.stages_of(small.config)
+    model = stages[0][1].model if stages else small_model(presets.tiny())
     checkpoint, served = checkpoints.write(plan.config, model, folder)
     options = dataclasses.replace(options, checkpoint=checkpoint, served_checkpoint=served)
     options.write(file)
@@ -203,8 +230,11 @@ def start_small(
     with EmulatedHosts(host_names(output, small_values), folder) as hosts:
         job = make_job(small, output, small_values, hosts, folder)
         try:
-            times = run_parts(job, small.workdir, options, file, values.timeout_s)
-            if isinstance(small.config, AgenticRlConfig):
+            if stages:
+                times = run_parts(job, small.workdir, options, file, values.timeout_s)
+            else:
+                times = run_server_parts(job, server_of(small, output, values.on), values.timeout_s)
+            if getattr(small.config, "has_engine_processes", False):
                 check_pushes(small.workdir)
         finally:
             job.kill()
@@ -212,22 +242,32 @@ def start_small(
     expected = {role.name: role.count * role.hosts for role in small.roles}
     if started != expected:
         raise RehearsalFailed(f"processes by role are {started}, and the plan has {expected}")
-    print(format_times(plan, small, started, times))
+    print(format_times(plan, small, started, times, device_bytes))
 
 
 def make_rehearsal(plan: run_plan.RunPlan, values: flags.FlagValues) -> Rehearsal:
     """Returns the sizes of the small form of a plan."""
     chip, limit = cluster_of(plan, values).chip, values.max_processes
     by_name = {role.name: role for role in plan.roles}
-    trainer = by_name[arithmetic.TRAIN]
-    engine = by_name.get(arithmetic.ENGINE)
-    hosts = min(trainer.hosts, limit)
+
+    def emulated_devices(*names: str) -> int:
+        role = next((by_name[name] for name in names if name in by_name), None)
+        if role is None:
+            return 1
+        return arithmetic.num_devices(min(role.hosts, limit) * max(1, role.devices), chip)
+
     return Rehearsal(
         max_processes=limit,
-        devices=arithmetic.num_devices(hosts * max(1, trainer.devices), chip),
-        engine_devices=arithmetic.num_devices(engine.devices, chip) if engine else 1,
+        devices=emulated_devices(arithmetic.TRAIN),
+        engine_devices=emulated_devices(arithmetic.ENGINE, SERVE),
         steps=10**6,
     )
+
+
+def server_of(plan: run_plan.RunPlan, output: Any, scheduler: str) -> str:
+    """Returns the URL of the first server in a launcher's output."""
+    _, servers = commands_of(plan, output, scheduler)
+    return f"http://{next(iter(servers))}"
 
 
 def reduced_argv(
@@ -323,9 +363,16 @@ def format_replacements(plan: run_plan.RunPlan, small: run_plan.RunPlan) -> str:
 
 
 def format_times(
-    plan: run_plan.RunPlan, small: run_plan.RunPlan, started: Mapping[str, int], times: Times
+    plan: run_plan.RunPlan,
+    small: run_plan.RunPlan,
+    started: Mapping[str, int],
+    times: Times,
+    device_bytes: Mapping[str, int],
 ) -> str:
-    """Returns a table of roles, processes, devices and seconds of a rehearsal; started: processes by role."""
+    """Returns a table of roles, processes, devices, bytes and seconds of a rehearsal.
+
+    started: processes by role. device_bytes: memory of a device of each role at the real size.
+    """
     rows = [
         [
             role.name,
@@ -333,12 +380,14 @@ def format_times(
             str(started[role.name]),
             f"{before.count * before.hosts * before.devices:,}",
             str(started[role.name] * role.devices),
+            f"{device_bytes[role.name] / GB:,.1f}" if role.name in device_bytes else "",
             "yes" if role.serves else "no",
         ]
         for before, role in zip(plan.roles, small.roles)
     ]
-    head = ("role", "processes", "started", "devices", "emulated", "server")
-    seconds = f"{times.first_steps:.0f} s to step {STEPS}, {times.stop:.0f} s to stop, {times.last_steps:.0f} s to the end"
+    head = ("role", "processes", "started", "devices", "emulated", "GB a device", "server")
+    goal = f"step {STEPS}" if any(role.main for role in plan.roles) else "a reply"
+    seconds = f"{times.first_steps:.0f} s to {goal}, {times.stop:.0f} s to stop, {times.last_steps:.0f} s to the end"
     return f"{format_table(head, rows)}\n\nrehearsed: {seconds}"
 
 

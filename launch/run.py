@@ -12,6 +12,9 @@ An experiment is NAME:VARIANT or FILE.py:VARIANT. Any of its fields can be set w
 --experiment.FIELD=VALUE. --workdir is the folder of all outputs (default: workdir/NAME_VARIANT); the same command
 continues a run that was stopped or killed. `serve` only reads and has no workdir.
 
+An experiment of several stages trains them in order. --stage=NAME trains only one of them, after those before it; all
+flags stay those of the experiment. So each stage can have hosts of its own (launch/stage_plan.py).
+
 Exit codes:
   0   the run is finished
   1   the run had to stop; the reason is printed
@@ -27,14 +30,17 @@ The number of processes may change between two starts if one axis of the mesh is
 the same (`DataConfig.num_shards`); on fewer devices each has more rows, step.rows_per_device of them at a time.
 """
 
+import contextlib
 import inspect
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 
 from absl import flags
 
+from glm5_jax.runtime.folder_lock import FolderLock
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.terminal import clean_logging, print_error
 from launch import command_line, experiment_files, experiment_help, xla_flags
@@ -54,21 +60,60 @@ def main(argv: list[str]) -> int:
             command = command_line.parse(argv)
             if command.distributed:
                 join_pod(command.distributed)
+            if command.stage is not None:
+                from launch import stage_plan  # imported late, because it imports jax
+
+                stage_plan.check_stages_before(command)
+                command = stage_plan.select_stage(command)
     except (ValueError, flags.Error) as error:
         print_error(error)
         return 2
     if run := getattr(command.module, "run", None):
         inputs = {"workdir": command.workdir, "command": shlex.join(["glm5", "run", *argv[1:]])}
         names = inspect.signature(run).parameters
-        return run(command.config, *(inputs[name] for name in inputs if name in names))
-    serve = getattr(command.module, "serve", None)
-    if serve and (code := serve(command.config, command.workdir)) is not None:
-        return code
+        arguments = [inputs[name] for name in inputs if name in names]
+        with contextlib.ExitStack() as stack:
+            lock = None
+            if "workdir" in names:
+                try:
+                    # Two processes would overwrite each other's results.
+                    lock = stack.enter_context(FolderLock(command.workdir))
+                except OSError as error:
+                    print_error(error)
+                    return 2
+            code = end_with_pod(lambda: run(command.config, *arguments), command.distributed)
+            if lock and code == 2:
+                lock.remove_unused_folder()
+            return code or 0
+    if serve := getattr(command.module, "serve", None):
+        code = end_with_pod(lambda: serve(command.config, command.workdir), command.distributed)
+        if code is not None:
+            return code
     # All processes of a pod save and end together, so that none loses its progress.
     with PreemptionGuard(ends=True, unsaved=bool(command.distributed)) as stop:
         from launch import stage_runner  # imported late, because it imports jax
 
         return stage_runner.run_stages(command.module, command.config, command.workdir, stop)
+
+
+def end_with_pod(serve: Callable[[], int | None], distributed: str | None) -> int | None:
+    """Returns the exit code of a server, or None if this process is no server.
+
+    A process of a pod that has failed ends here. At a normal exit jax would wait for the other processes, which may wait
+    for this one.
+    """
+    if not distributed:
+        return serve()
+    try:
+        code = serve()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def describe(argv: list[str]) -> str:

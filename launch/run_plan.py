@@ -4,7 +4,9 @@ local.py and on_ray.py start the roles; slurm.py, gke.py and ssh_commands.py wri
 
 - An experiment of several programs defines `roles(config, command)`, which returns its roles (runtime/placement.py). The
   argument `command` holds the flags that select this experiment in launch/run.py, with the fields set on the command
-  line, and the workdir.
+  line, and the workdir. A config that is one program has none.
+- An experiment of several stages has a plan for each of them (--stage=NAME). local.py and on_ray.py start one after the
+  other.
 - Any other experiment is one role that trains, with one process on each host.
 """
 
@@ -20,12 +22,14 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from glm5_jax.parallel.mesh import AXES, Region, resolve
-from glm5_jax.runtime.placement import Placement, Role, topological_order
+from glm5_jax.runtime.placement import Placement, Role, escape_words, topological_order
 from glm5_jax.runtime.preemption import PreemptionGuard, signal_handlers
 from glm5_jax.runtime.supervisor import RoleError, RoleEvent, RoleSupervisor
 from glm5_jax.runtime.terminal import print_error
+from glm5_jax.training import lifecycle_report
 from glm5_jax.training.experiment import MeshConfig, StageConfig
 from launch import command_line
+from launch.stage_plan import needs_plan_per_stage, plan_stages, select_stage
 from pallas_kernels.chips import CHIPS
 
 
@@ -75,14 +79,26 @@ def read(
     command_flags = tuple(rest[1:])
     if not any(re.match("--?workdir(=|$)", word) for word in command_flags):
         command_flags += (f"--workdir={command.workdir}",)
-    list_roles = getattr(command.module, "roles", None)
-    if list_roles:
+    # Values of users may hold a word in braces, such as \boxed{answer}.
+    command_flags = tuple(map(escape_words, command_flags))
+    if command.stage is None and needs_plan_per_stage(command.config):
+        names = [stage.folder.name for stage in plan_stages(command.config, command.workdir)]
+        raise ValueError(
+            f"{command.module.__name__} has stages of several programs; start one after the other with --stage=NAME: "
+            f"{', '.join(names)}"
+        )
+    command = select_stage(command)
+    list_roles: Callable[..., Sequence[Role]] = getattr(
+        command.module, "roles", lambda config, command: ()
+    )
+    if listed := tuple(list_roles(command.config, command_flags)):
         for name in ("hosts", "devices", "tpu_topology", "slices"):
-            if values[name].present:
+            # With --stage these flags may be for the other stages.
+            if values[name].present and command.stage is None:
                 raise ValueError(
                     f"--{name} is for one stage of training; {command.module.__name__} lists its roles itself"
                 )
-        roles = topological_order(tuple(list_roles(command.config, command_flags)))
+        roles = topological_order([_address_stage(role, command.stage) for role in listed])
     elif hasattr(command.module, "run"):
         raise ValueError(
             f"{command.module.__name__} is one program for one host; start it with launch.run"
@@ -101,6 +117,15 @@ def read(
     return RunPlan(
         name.strip("-"), roles, command.workdir, lambda: check(command.config), command.config
     )
+
+
+def _address_stage(role: Role, stage: str | None) -> Role:
+    """Returns a role whose flags set the fields of a stage of the experiment; None: the experiment is one stage."""
+    if stage is None:
+        return role
+    prefix = "--experiment.program."
+    argv = [word.replace(prefix, f"--experiment.{stage}.program.", 1) for word in role.argv]
+    return dataclasses.replace(role, argv=argv)
 
 
 def _check_mesh(config, hosts: int, devices: int, chip: str | None) -> None:
@@ -166,7 +191,22 @@ def start(
     """Starts the roles on a placement and waits until the run ends. Returns the exit code."""
     values = define()
 
-    def start_roles() -> int:
+    def start_stages() -> int:
+        rest = values(command_line.expand(argv, values), known_only=True)
+        command = command_line.parse(rest, values)
+        if command.stage is not None or not needs_plan_per_stage(command.config):
+            return start_roles(argv)
+        stages = list(plan_stages(command.config, command.workdir))
+        for stage in stages:
+            if not stage.is_finished:
+                print(f"stage {stage.folder.name}", flush=True)
+                if code := start_roles([*argv, f"--stage={stage.folder.name}"]):
+                    return code
+        page = lifecycle_report.write_page(command.workdir, [stage.folder for stage in stages])
+        print(f"all stages          {page}")
+        return 0
+
+    def start_roles(argv: list[str]) -> int:
         with PreemptionGuard(ends=True):
             plan = read(argv, values, devices)
             plan.check()
@@ -183,7 +223,7 @@ def start(
             return 130
         return 0
 
-    return run_cli(argv, doc, start_roles)
+    return run_cli(argv, doc, start_stages)
 
 
 def _show(event: RoleEvent) -> None:

@@ -51,7 +51,7 @@ def make_script(plan: run_plan.RunPlan, values: flags.FlagValues, folder: str) -
     [*others, role] = plan.roles
     machines = values.machines
     coordinator = machines[0].rpartition("@")[2]
-    if others or role.count > 1 or role.hosts != len(machines):
+    if others or role.serves or role.count > 1 or role.hosts != len(machines):
         raise ValueError(
             f"{plan.name} is not one program that trains, and a list of machines can run nothing else; use launch/slurm.py, "
             "gke.py or on_ray.py"

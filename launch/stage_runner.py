@@ -3,13 +3,12 @@
 All stages are checked before the first one trains. A stage of several programs is handed to launch/local.py.
 """
 
-import dataclasses
 import pathlib
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -20,38 +19,14 @@ from glm5_jax.runtime.placement import EXIT_RESTART
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training import lifecycle_report, report
-from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.stages import Stage
 from launch import local
-
-
-class PlannedStage(NamedTuple):
-    """Stage of a run: its config, its folder, and whether it starts from the weights of the stage before it."""
-
-    config: StageConfig
-    folder: pathlib.Path
-    follows: bool
+from launch.stage_plan import PlannedStage, plan_stages
 
 
 class StageConfigError(Exception):
     """Raised for a stage whose config cannot be trained."""
-
-
-def plan_stages(config: Any, workdir: pathlib.Path) -> Iterator[PlannedStage]:
-    """Yields the stages of a config in order, each with the checkpoints of the previous ones filled in."""
-    if isinstance(config, StageConfig):
-        yield PlannedStage(config, workdir, False)
-        return
-    folders: dict[str, str] = {}
-    for field in dataclasses.fields(config):
-        stage = getattr(config, field.name)
-        if stage is None:
-            continue
-        follows = bool(folders) and stage.checkpoint is None
-        stage, folder = stage.continue_from(folders), workdir / field.name
-        folders[field.name] = str(folder)
-        yield PlannedStage(stage, folder, follows)
 
 
 def run_stages(
@@ -123,10 +98,16 @@ class _StageRunner:
         try:
             multihost.raise_on_all(failure)
         except (ValueError, OSError) as error:
-            where = f"{stage.folder.name}: " if len(self._stages) > 1 else ""
-            raise StageConfigError(f"{where}{error}") from None
+            raise StageConfigError(self._with_field(str(error), stage)) from None
         assert training is not None  # else this process has a failure
         return training
+
+    def _with_field(self, text: str, stage: PlannedStage) -> str:
+        """Returns a message about a stage, of several with the stage's name and its flags."""
+        if len(self._stages) == 1:
+            return text
+        field = stage.folder.name
+        return f"{field}: {text.replace('--experiment.', f'--experiment.{field}.')}"
 
     def _run_stage(self, stage: PlannedStage) -> int:
         """Trains a stage that is not finished and prints its summary. Returns an exit code other than 0 if it has to stop."""

@@ -1,8 +1,8 @@
 """Pytest plugin that runs one share of the selected tests: `--share=3/7`.
 
 Files are assigned by their durations (`durations.json`, which `tests.budget` writes), the longest first, each to the
-share with the smallest sum. A file's tests stay together, because they share fixtures. Shares 0 to 6 of 7 are all
-tests.
+share with the smallest sum. A file's tests stay together, because they share fixtures, unless they take longer than a
+share. Shares 0 to 6 of 7 are all tests.
 """
 
 import collections
@@ -16,14 +16,24 @@ UNKNOWN_S = 0.5  # seconds of a test that is not listed: it is shorter, or was n
 
 
 def shares(tests: list[str], durations: dict[str, float], count: int) -> dict[str, int]:
-    """Returns {file: share, from 0 to count - 1} for the files of these test ids."""
-    seconds = collections.Counter()
+    """Returns {test id: share, from 0 to count - 1}."""
+    by_file = collections.defaultdict(list)
     for test in tests:
-        seconds[test.split("::")[0]] += durations.get(test, UNKNOWN_S)
+        by_file[test.split("::")[0]].append(test)
+
+    def length(group: list[str]) -> float:
+        return sum(durations.get(test, UNKNOWN_S) for test in group)
+
+    # Groups of tests that stay together.
+    mean, groups = length(tests) / count, []
+    for group in by_file.values():
+        groups += [group] if length(group) <= mean else [[test] for test in group]
+    # The longest group goes first, to the share with the smallest sum.
     loads, share_of = [0.0] * count, {}
-    for file, length in sorted(seconds.items(), key=lambda item: (-item[1], item[0])):
-        share_of[file] = loads.index(min(loads))
-        loads[share_of[file]] += length
+    for group in sorted(groups, key=lambda group: (-length(group), group)):
+        share = loads.index(min(loads))
+        loads[share] += length(group)
+        share_of |= dict.fromkeys(group, share)
     return share_of
 
 
@@ -49,6 +59,6 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(str(error)) from None
     durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     share_of = shares([item.nodeid for item in items], durations, count)
-    selected = [item for item in items if share_of[item.nodeid.split("::")[0]] == share]
-    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    selected = [item for item in items if share_of[item.nodeid] == share]
+    config.hook.pytest_deselected(items=[item for item in items if share_of[item.nodeid] != share])
     items[:] = selected

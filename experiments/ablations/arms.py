@@ -118,6 +118,8 @@ class Arm:
             end = schedule.end * rate / schedule.peak
             schedule = dataclasses.replace(schedule, peak=rate, end=end)
         stages = [*before, dataclasses.replace(last, schedule=schedule)]
+        # Arms differ in what is compared, so that shipped data suffices.
+        stages = [dataclasses.replace(stage, requires_data=False) for stage in stages]
         seeded = (_seeded(stage, seed) for stage in stages[self.num_fixed :])
         return Trial(
             arm=self.name, rate=rate, seed=seed, stages=(*stages[: self.num_fixed], *seeded)

@@ -116,7 +116,7 @@ def tiny() -> AttentionKindsStudy:
         last = retriever.stage(name, workdir, length, 96, model, peak=1e-3, **retriever.LAST)
         # Other items than those of the dense model's last stage.
         fresh = dataclasses.replace(retriever.tasks_of(last), seed=1)
-        data = dataclasses.replace(last.data, sources=(TaskSourceConfig(fresh),))
+        data = dataclasses.replace(last.data, sources=(TaskSourceConfig(tasks=fresh),))
         # No warm-up of the rate, as in DSA's sparse stage, so that all arms have the same.
         schedule = dataclasses.replace(last.schedule, warmup_steps=0)
         return *dense, dataclasses.replace(last, data=data, schedule=schedule)

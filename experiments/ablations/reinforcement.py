@@ -42,7 +42,7 @@ LONGER = 1.5  # multiple of the steps of rl_reasoning.py: the 40 of :tiny left h
 KL_COEFFICIENTS = {"pulled": 0.04, "pulled a little": 0.004}  # the KL divergence's coefficients
 FALLEN = 0.5  # share of the old skill that must be lost for the target to apply
 RESTORED = 0.8  # share of the loss that distillation must restore
-OLD, NEW = "sft:chain5-seed0", "reasoning:chain3-seed0"
+OLD, NEW = "sft.chain5-seed0", "reasoning.chain3-seed0"
 DISTILLED = "distilled"
 
 

@@ -32,6 +32,7 @@ from experiments.ablations.findings import Finding, Plot, Spread, Table, curves,
 from experiments.rl_reasoning import TaskWeight, Verifiers, make_task_suite
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.config import RlConfig
 from glm5_jax.rl.trainers.async_trainer import AsyncRlConfig, AsyncRlTrainer
 from glm5_jax.rl.trainers.in_process import InProcessOrchestrator
 from glm5_jax.text.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ CHAIN_STEPS, CHAIN_RATE = 80, 1e-4  # 40 and 2e-4 in rl_reasoning.py:tiny
 TAIL = 0.1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, frozen=True)
 class StaleConfig(AsyncRlConfig):
     """Configuration of training on old samples.
 
@@ -123,6 +124,7 @@ def _arms(
         stage = StaleConfig(
             **rl_general.shared_fields(
                 base,
+                RlConfig,
                 name=f"stale:{name}",
                 policy=dataclasses.replace(base.policy, correction=LOSSES[loss]),
                 mismatch=dataclasses.replace(base.mismatch, attempts=0),

@@ -44,7 +44,7 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.rl.algorithm.losses import PolicyLoss
-from glm5_jax.rl.config import EvaluationConfig
+from glm5_jax.rl.config import EvaluationConfig, RlConfig
 from glm5_jax.rl.trainers.async_trainer import AsyncRlConfig, AsyncRlTrainer
 from glm5_jax.rl.trainers.in_process import InProcessOrchestrator
 from glm5_jax.rl.trainers.sync_trainer import TaskSuite
@@ -293,7 +293,7 @@ def _arms(base: rl_reasoning.ReasoningConfig, **more) -> dict[str, Arm]:
             name,
             (
                 TextConfig(
-                    **rl_general.shared_fields(base, name=f"text:{name}", **options),
+                    **rl_general.shared_fields(base, RlConfig, name=f"text:{name}", **options),
                     trained_on=name,
                 ),
             ),

@@ -222,7 +222,7 @@ def host(options: argparse.Namespace) -> None:
     # On a CPU the caller starts each of the program's operations, which elsewhere is the device's part. So
     # the same arrays are passed to a program without operations too.
     hand_over = jax.jit(lambda w, state, x: (state, x), donate_argnums=1, keep_unused=True)
-    with mock.patch.object(Runner, "_run", timed(Runner._run, calls)):
+    with mock.patch.object(Runner, "_run_step", timed(Runner._run_step, calls)):
         for batch in (1, 32):
             for _ in range(2):  # the first compiles
                 engine.stats = EngineStats(accepted=[0])

@@ -8,7 +8,9 @@ from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.orchestrator.client import JsonClient
 from glm5_jax.rl.types import Message
 
-MAX_BYTES = 2**22  # of a reply
+# Of a reply. A policy must not reach it, because a reply that cannot be read leaves an attempt without a reward: 131,072
+# tokens of 128 blanks are 16 MB.
+MAX_BYTES = 2**26
 REFUSED = (
     400,
     413,

@@ -1,8 +1,8 @@
 """Writes the parameter tree as a HuggingFace checkpoint that transformers and serving engines read.
 
 Tensor names are the released ones (one tensor per expert, MTP layer after the last decoder layer). Host memory peaks
-at one shard file. The folder gets its name after it is complete. On a pod all processes call `save_hf`: it gathers one
-tensor at a time, and the first process writes.
+at one shard file. The folder gets its name after it is complete. On a pod all processes call `save_hf`: one tensor at a
+time is gathered on their devices, and each process writes other files at the same time.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
 from glm5_jax.checkpoint import hf_config, hf_fp8, hf_int4, hf_names, hf_quantised
-from glm5_jax.checkpoint.manifest import Manifest
+from glm5_jax.checkpoint.manifest import Manifest, Tensor
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel import multihost, tree
@@ -56,7 +56,7 @@ def save_hf(
       that `load_hf` converted to a common dtype are not written bitwise as they were. The router bias is always
       float32.
     - max_shard_bytes: maximum size of a file. A larger tensor gets a separate file.
-    - manifest: receives every tensor, and is saved next to the files, on a pod by the first process.
+    - manifest: receives every tensor in all processes, and is saved next to the files.
     - fp8_block: rows and columns of a block of FP8 weights, (128, 128) in the released files (`hf_fp8`); None: no FP8.
 
     The routed experts of a model with `int4_group` are quantised and written as int4 (`hf_int4`). Quantised and rotated
@@ -137,19 +137,23 @@ def save_hf(
             manifest.save(partial)
         os.rename(partial, out)
 
-    # One file after the other.
     multihost.run_on_first(begin)
     try:
-        for file, names in files.items():
-            tensors = {}
-            for name in names:
-                tensors |= weights.tensors(name)
+        # As many files at a time as there are processes: each collects the tensors of one.
+        names_of_files, number = list(files.items()), jax.process_index()
+        for start in range(0, len(files), jax.process_count()):
+            tensors: dict[str, np.ndarray] = {}
+            group = names_of_files[start : start + jax.process_count()]
+            for writer, (_, names) in enumerate(group):
+                for name in names:
+                    tensors |= weights.tensors(name, is_writer=writer == number)
+            write = functools.partial(_save, tensors, partial / group[number % len(group)][0])
+            multihost.run_on_all(write if number < len(group) else lambda: None)
             if manifest is not None:
-                for name, tensor in tensors.items():
-                    manifest.add(name, tensor)
-            write = functools.partial(_save, tensors, partial / file)
-            multihost.run_on_first(write)
-            del tensors, write  # frees them before those of the next file are gathered
+                entries = {name: Tensor.of(tensor) for name, tensor in tensors.items()}
+                for of_process in multihost.all_gather_objects(entries):
+                    manifest.tensors |= {n: Tensor.from_json(x) for n, x in of_process.items()}
+            del tensors, write  # frees them before those of the next files are gathered
         multihost.run_on_first(finish)
     except OSError as error:
         raise OSError(f"writing {out} failed ({error}); nothing was left there") from error
@@ -186,14 +190,17 @@ class _Weights:
         leaf = Int4 if name in self.packed else type(self.leaves[piece.path])
         return hf_quantised.layout(leaf, piece, self.kinds[name], self.group)
 
-    def tensors(self, name: str) -> dict[str, np.ndarray]:
-        """Returns the tensors that hold a weight; on a pod, plain weights on the first process only."""
+    def tensors(self, name: str, is_writer: bool) -> dict[str, np.ndarray]:
+        """Returns the tensors that hold a weight; none if this process is not their writer, but it must call it."""
         piece, kind = self.table[name][0], self.kinds[name]
         if tree.is_compound(leaf := self.leaves[piece.path]):
-            return hf_quantised.tensors(leaf, piece, _on_host, kind)
-        tensor = _tensor(self.table[name], self.leaves, kind)
-        if jax.process_index() != 0:
+            tensors = hf_quantised.tensors(leaf, piece, _on_host, kind)
+            return tensors if is_writer else {}
+        if not is_writer:
+            for part in self.table[name]:
+                _gather(self.leaves[part.path], part.at)
             return {}
+        tensor = _tensor(self.table[name], self.leaves, kind)
         if self.fp8_block is not None and hf_fp8.is_fp8_weight(name):
             return dict(zip(self.layout(name), hf_fp8.quantise(tensor, self.fp8_block)))
         if name not in self.packed:
@@ -283,12 +290,18 @@ def _tensor(pieces: list[hf_names.Piece], leaves, dtype) -> np.ndarray:
     return tensor
 
 
+def _gather(leaf, at: tuple[int, ...]) -> None:
+    """Does the part of this process in `_on_host` of another one."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        fetch_slice(leaf, at)
+
+
 def _on_host(leaf, at: tuple[int, ...]) -> np.ndarray:
     """Returns `leaf[at]` on the host; each shard is sliced on its device."""
     if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)[at]
+        return np.asarray(leaf[at])  # reads only this part of a leaf that is larger than memory
     if not leaf.is_fully_addressable:
-        return fetch_slice(leaf, at)
+        return np.asarray(fetch_slice(leaf, at))
     part = np.empty(leaf.shape[len(at) :], leaf.dtype)
     for shard in leaf.addressable_shards:
         bounds = [s.indices(n) for s, n in zip(shard.index, leaf.shape)]

@@ -8,7 +8,6 @@ tensor.
 import collections
 import dataclasses
 import functools
-import gc
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -32,24 +31,30 @@ from glm5_jax.checkpoint.hf_files import (
     raise_problems,
     read_json_file,
 )
+from glm5_jax.checkpoint.hub import fetch_checkpoint
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5
-from glm5_jax.parallel import tree
+from glm5_jax.parallel import boxes, tree
 
 _KINDS = DTYPES | {"I8": np.int8, "I32": np.int32, "I64": np.int64}
 _log = logging.getLogger(__name__)
 
 
 def load_hf(
-    path: str | os.PathLike, dtype: DTypeLike | None = None, mesh: Mesh | None = None
+    path: str | os.PathLike,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    *,
+    revision: str | None = None,
 ) -> glm5.Glm5:
-    """Loads the model of a HuggingFace folder, or of one .safetensors file next to its config.json.
+    """Loads the model of a HuggingFace folder, of one .safetensors file next to its config.json, or of the hub.
 
     It loads any glm_moe_dsa or glm4_moe_lite checkpoint: one file or shards with an index, and separate or fused experts.
     The MTP layer may be in the files, in `mtp.safetensors` next to them, or absent (then the model has none).
 
     - dtype: dtype of weights and computation; None: those of the files and config.json.
     - mesh: mesh on which parallel/sharding.py shards the weights; None: the default device.
+    - revision: branch, tag or commit of a repository `owner/name` of the hub; None: its default branch.
 
     Conversions:
 
@@ -61,6 +66,7 @@ def load_hf(
 
     Raises ValueError with everything that is wrong with the files.
     """
+    path = fetch_checkpoint(path, revision)
     cfg = read_config(path)
     if dtype is not None:
         cfg = dataclasses.replace(cfg, dtype=jnp.dtype(dtype).name)
@@ -119,6 +125,38 @@ def load_params(
     trees = (glm5.abstract_params(cfg), *(() if shardings is None else (shardings,)))
     present = [{p: x for p, x in tree.flatten(t).items() if p in by_leaf} for t in trees]
     return tree.map_with_path(load, *map(tree.unflatten, present))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafReader:
+    """Leaf of the parameter tree in files; indexing with slices reads that part.
+
+    Attributes:
+      shape, dtype: shape and dtype of the leaf.
+      pieces: its pieces.
+      stored: tensors in the files, by HF name.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: list[hf_names.Piece]
+    stored: Mapping[str, hf_names.StoredTensor]
+
+    def __getitem__(self, index: Sequence[slice]) -> np.ndarray:
+        return _read_shard(self.pieces, self.stored, self.dtype, index)
+
+
+def open_leaves(path: str | os.PathLike, cfg: ModelConfig) -> dict[str, LeafReader]:
+    """Returns a reader of each leaf of a HuggingFace checkpoint. Raises ValueError with everything that is wrong."""
+    stored, table = _open_all(path, cfg)
+    by_leaf = collections.defaultdict(list)
+    for piece in table:
+        by_leaf[piece.path].append(piece)
+    dtypes = _dtypes(path, by_leaf, stored, None)
+    return {
+        leaf: LeafReader(shape=x.shape, dtype=dtypes[leaf], pieces=by_leaf[leaf], stored=stored)
+        for leaf, x in tree.flatten(glm5.abstract_params(cfg)).items()
+    }
 
 
 def from_tensors(
@@ -330,20 +368,7 @@ def _read_shard(pieces, stored, dtype, ranges) -> np.ndarray:
 
 
 def _place(shape, read, sharding=None) -> jax.Array:
-    """Creates a jax.Array from its shards; each distinct shard is read once and copied to all its devices."""
+    """Creates a jax.Array on the default device, or from the boxes of a sharding."""
     if sharding is None:
         return jax.device_put(read([slice(0, n) for n in shape]))
-    owners = collections.defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        owners[tuple(s.indices(n)[:2] for s, n in zip(index, shape))].append(device)
-    arrays = []
-    for bounds, devices in owners.items():
-        shard = read([slice(*b) for b in bounds])
-        placed = [jax.device_put(shard, device) for device in devices]
-        # Free the shard before the next one is read. Three things may hold it: the transfer, this name, and jax's list
-        # of host buffers to release, which Python's garbage collector empties.
-        jax.block_until_ready(placed)
-        del shard
-        gc.collect(0)
-        arrays += placed
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    return boxes.place(shape, read, sharding)

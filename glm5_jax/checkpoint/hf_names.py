@@ -123,6 +123,9 @@ class StoredTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def dtype(self) -> np.dtype: ...
+
     def __getitem__(self, index: Any) -> np.ndarray: ...
 
 

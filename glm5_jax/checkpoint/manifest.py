@@ -1,9 +1,9 @@
-"""Describes the weights of a push to engines: tensors under their HF names with checksums, and their version.
+"""Describes the weights of a push through a folder: tensors under their HF names with checksums, and their version.
 
     FOLDER/120/manifest.json      next to the safetensors files that `save_hf` writes
 
-A push over the network sends the same contents. The checksum of all tensors is the hash of their names, dtypes, shapes
-and checksums. So equal weights have equal checksums, however and in whatever order they were transferred.
+The checksum of all tensors is the hash of their names, dtypes, shapes and checksums. So equal weights have equal
+checksums, in whatever order they were written.
 """
 
 import dataclasses
@@ -13,17 +13,16 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from glm5_jax.checkpoint import hf_names, models
+from glm5_jax.checkpoint.engine_dtypes import accepted_dtypes
 from glm5_jax.config import ModelConfig
-from glm5_jax.model import glm5, quant
-from glm5_jax.parallel import tree
+from glm5_jax.model import glm5
 from glm5_jax.runtime.files import read_text
 
 FILE = "manifest.json"
@@ -43,6 +42,68 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     checksum: str | None = None
 
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Tensor":
+        """Returns the description of an array, with its checksum."""
+        return cls(array.dtype.name, array.shape, checksum(array))
+
+    @classmethod
+    def from_json(cls, fields: Sequence) -> "Tensor":
+        """Returns the description whose fields are in a list."""
+        dtype, shape, text = fields
+        return cls(dtype, tuple(shape), text)
+
+
+Layout = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
+
+
+class Description(Protocol):
+    """Description of a tensor or an array."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Version(Protocol):
+    """Version of a model's weights; `Manifest` documents the attributes."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def arithmetic(self) -> Mapping[str, object]: ...
+
+
+def check_fit(
+    weights: Version, tensors: Mapping[str, Description], expected: Layout, cfg: ModelConfig
+) -> None:
+    """Raises ValueError with the differences, unless a version's tensors fit an engine of cfg.
+
+    expected: {name: (shape, accepted dtypes)} of the tensors that the engine needs.
+    """
+    lines = [f"missing: {n} {list(s)}" for n, (s, _) in expected.items() if n not in tensors]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            lines.append(f"unknown: {name} {list(tensor.shape)}")
+            continue
+        shape, kinds = expected[name]
+        if tensor.shape != shape:
+            lines.append(f"wrong shape: {name} is {list(tensor.shape)}, not {list(shape)}")
+        if tensor.dtype not in kinds:
+            lines.append(f"wrong dtype: {name} is {tensor.dtype}, not {' or '.join(kinds)}")
+    theirs = {k: _tuples(v) for k, v in weights.arithmetic.items()}
+    if diff := models.config_diff(theirs, cfg.arithmetic):
+        lines.append(f"another model: {models.format_diff(diff)}")
+    if lines:
+        more = len(lines) - _MAX_LISTED
+        lines = lines[:_MAX_LISTED] + [f"and {more} more"] * (more > 0)
+        raise ValueError(
+            f"version {weights.version} does not fit the served model; {'; '.join(lines)}"
+        )
+
 
 @dataclasses.dataclass
 class Manifest:
@@ -58,25 +119,9 @@ class Manifest:
     arithmetic: Mapping[str, object]
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def of(cls, cfg: ModelConfig, version: int, dtype: DTypeLike | None = None) -> "Manifest":
-        """Returns the manifest of all weights of a model as they are transferred, without checksums.
-
-        The tensors are in the order of `named_tensors`. dtype: see `transfer_dtypes`.
-        """
-        table = hf_names.by_name(
-            hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
-        )
-        kinds = transfer_dtypes(cfg, dtype)
-        tensors = {
-            name: Tensor(kinds[piece.path].name, piece.view.shape)
-            for name, (piece, *_) in table.items()
-        }
-        return cls(version, cfg.arithmetic, tensors)
-
     def add(self, name: str, array: np.ndarray) -> None:
         """Adds a tensor with its checksum."""
-        self.tensors[name] = Tensor(array.dtype.name, array.shape, checksum(array))
+        self.tensors[name] = Tensor.of(array)
 
     @property
     def num_bytes(self) -> int:
@@ -92,26 +137,7 @@ class Manifest:
 
     def check(self, cfg: ModelConfig) -> None:
         """Raises ValueError with the differences, unless the tensors fit a model of cfg."""
-        wanted = _layout(cfg)
-        lines = [f"missing: {n} {list(s)}" for n, (s, _) in wanted.items() if n not in self.tensors]
-        for name, tensor in self.tensors.items():
-            if name not in wanted:
-                lines.append(f"unknown: {name} {list(tensor.shape)}")
-                continue
-            shape, kinds = wanted[name]
-            if tensor.shape != shape:
-                lines.append(f"wrong shape: {name} is {list(tensor.shape)}, not {list(shape)}")
-            if tensor.dtype not in kinds:
-                lines.append(f"wrong dtype: {name} is {tensor.dtype}, not {' or '.join(kinds)}")
-        theirs = {k: _tuples(v) for k, v in self.arithmetic.items()}
-        if diff := models.config_diff(theirs, cfg.arithmetic):
-            lines.append(f"another model: {models.format_diff(diff)}")
-        if lines:
-            more = len(lines) - _MAX_LISTED
-            lines = lines[:_MAX_LISTED] + [f"and {more} more"] * (more > 0)
-            raise ValueError(
-                f"version {self.version} does not fit the served model; {'; '.join(lines)}"
-            )
+        check_fit(self, self.tensors, _layout(cfg), cfg)
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes `manifest.json`."""
@@ -152,33 +178,11 @@ def _hash(data) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def transfer_dtypes(cfg: ModelConfig, dtype: DTypeLike | None = None) -> dict[str, np.dtype]:
-    """Returns {path: dtype in which that weight is transferred}.
-
-    It is the dtype to which an engine of cfg would cast the weight, so that no weight is cast twice. dtype: replaces
-    that of cfg. Weights that the engine needs in float32 stay so: routers, and experts that become int4.
-    """
-    narrow, wide = jnp.dtype(cfg.dtype if dtype is None else dtype), np.dtype(np.float32)
-    return {
-        path: wide if _is_wide(path, cfg) else narrow
-        for path in tree.flatten(glm5.abstract_params(cfg))
-    }
-
-
-def _is_wide(path: str, cfg: ModelConfig) -> bool:
-    routed = cfg.int4_group is not None and tree.matches_any(quant.ROUTED, path)
-    return "router/" in path or routed
-
-
 @functools.lru_cache(maxsize=8)
-def _layout(cfg: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _layout(cfg: ModelConfig) -> Layout:
     """Returns {tensor: (shape, accepted dtypes)} for an engine of cfg."""
-    narrow = jnp.dtype(cfg.dtype).name
     return {
-        piece.name: (
-            piece.view.shape,
-            ("float32",) if _is_wide(piece.path, cfg) else tuple({narrow: 0, "float32": 0}),
-        )
+        piece.name: (piece.view.shape, accepted_dtypes(piece.path, cfg))
         for piece in hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
     }
 

@@ -1,21 +1,25 @@
-"""Loads models by path: a run's workdir, one of its checkpoints, or a HuggingFace folder."""
+"""Loads models by path: a run's workdir, one of its checkpoints, a HuggingFace folder, or owner/name of the hub."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import pathlib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from glm5_jax.checkpoint import hf_import, store
+from glm5_jax.checkpoint import hf_import, hf_names, store
+from glm5_jax.checkpoint.engine_dtypes import transfer_dtypes
+from glm5_jax.checkpoint.hub import fetch_checkpoint
 from glm5_jax.config import LoraConfig, ModelConfig, RopeParameters
 from glm5_jax.model import glm5, lora
 from glm5_jax.model.rotated_norm import RotatedNorm
-from glm5_jax.parallel import tree
+from glm5_jax.parallel import boxes, tree
 from glm5_jax.runtime.files import read_text
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_weights import Int4, Int8
@@ -23,6 +27,16 @@ from pallas_kernels.quantized_weights import Int4, Int8
 # Fields that a training stage may change relative to the previous one: attention becomes sparse, with fewer and fewer
 # keys, and experts become int4.
 CHANGED_BY_STAGES = ("attention", "index_topk", "int4_group")
+# Sizes by which a reader knows a model.
+_SIZES = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "n_routed_experts",
+    "vocab_size",
+)
+_READ_NUMBERS = 2**27  # of a weight that are read at once in their stored dtype
 
 
 def load_model(
@@ -35,7 +49,7 @@ def load_model(
 
     Raises ValueError if there is none or it is broken.
     """
-    path = _check_path(path)
+    path = _find_path(path)
     if trained is not None:
         stored, is_quantised = read_config(path)
         changes = {name: getattr(trained, name) for name in CHANGED_BY_STAGES}
@@ -49,9 +63,74 @@ def load_model(
     return glm5.Glm5(cfg, params=open_weights(path, cfg, mesh=mesh)(), mesh=mesh)
 
 
+def load_served_model(
+    path: str | os.PathLike, mesh: Mesh | None = None, trained: ModelConfig | None = None
+) -> glm5.Glm5:
+    """Loads the model at a path for an engine: like `load_model`, in the dtypes of the engine's computation.
+
+    Host memory peaks at one device's shard of the largest leaf in that dtype, and one layer of that in the stored dtype.
+    """
+    path = _find_path(path)
+    cfg, is_quantised = read_config(path)
+    if is_quantised or _has_adapters(path):
+        return load_model(path, mesh, trained)
+    if trained is not None:
+        changes = {name: getattr(trained, name) for name in CHANGED_BY_STAGES}
+        cfg = dataclasses.replace(cfg, **changes)
+    leaves, dtypes = _open_leaves(path, cfg), transfer_dtypes(cfg)
+    shardings = {} if mesh is None else tree.flatten(glm5.param_shardings(cfg, mesh))
+
+    def load(leaf_path: str) -> jax.Array:
+        leaf, dtype = leaves[leaf_path], dtypes[leaf_path]
+
+        def read(ranges: Sequence[slice]) -> np.ndarray:
+            first, *rest = ranges
+            part = np.empty([r.stop - r.start for r in ranges], dtype)
+            step = max(1, _READ_NUMBERS * len(part) // max(1, part.size))
+            for start in range(first.start, first.stop, step):
+                rows = slice(start, min(start + step, first.stop))
+                part[rows.start - first.start : rows.stop - first.start] = leaf[(rows, *rest)]
+            return part
+
+        if mesh is None:
+            return jax.device_put(read([slice(0, n) for n in leaf.shape]))
+        return boxes.place(leaf.shape, read, shardings[leaf_path])
+
+    params = tree.unflatten({leaf_path: load(leaf_path) for leaf_path in leaves})
+    return glm5.Glm5(cfg, params=params, mesh=mesh)
+
+
+def open_leaves(
+    path: str | os.PathLike,
+) -> tuple[ModelConfig, Mapping[str, hf_names.StoredTensor]]:
+    """Returns the config of the plain model at a path, and its weights by path, which are read when they are indexed.
+
+    Only a run with adapters is loaded at once, because they are merged. Raises ValueError if there is none, or it is
+    broken or quantised.
+    """
+    path = _find_path(path)
+    cfg, is_quantised = read_config(path)
+    if is_quantised:
+        raise ValueError(f"{path} is quantised already; give the model before quantisation")
+    if _has_adapters(path):
+        return cfg, tree.flatten(glm5.params_of(load_model(path)))
+    return cfg, _open_leaves(path, cfg)
+
+
+def _open_leaves(path: pathlib.Path, cfg: ModelConfig) -> Mapping[str, hf_names.StoredTensor]:
+    """Returns the weights of a plain model without adapters. Raises ValueError if they are not those of cfg."""
+    if _is_run(path):
+        return store.open_arrays(path, glm5.abstract_params(cfg))
+    return hf_import.open_leaves(path, cfg)
+
+
+def _has_adapters(path: pathlib.Path) -> bool:
+    return _is_run(path) and bool(run_config(path).lora.rank)
+
+
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """Loads the tokenizer of the model at a path. Raises ValueError if there is none."""
-    path = _check_path(path)
+    path = _find_path(path)
     return Tokenizer.load(_workdir(path) / "tokenizer" if _is_run(path) else path)
 
 
@@ -70,7 +149,7 @@ def open_weights(
     may_differ: patterns of weights that one side may lack (`store.check_params`), and of config fields that may differ
     (`check_arithmetic`). Raises ValueError if the weights are missing, broken, or of another model.
     """
-    path = _check_path(path)
+    path = _find_path(path)
     if not _is_run(path) and hf_import.is_quantised(path):
         raise ValueError(
             f"{path} holds a quantised model, which cannot be trained; give the model that it was quantised from"
@@ -84,8 +163,10 @@ def open_weights(
     dtypes, abstract = {p: x.dtype for p, x in abstract.items()}, tree.unflatten(abstract)
     shardings = mesh and glm5.param_shardings(stored, mesh)
     if not _is_run(path):
-        hf_import.check_params(path, stored, may_differ)
-        check_arithmetic(f"checkpoint {path}", hf_import.read_config(path), cfg, may_differ)
+        theirs = hf_import.read_config(path)
+        with _naming_sizes(path, theirs, cfg):
+            hf_import.check_params(path, stored, may_differ)
+        check_arithmetic(f"checkpoint {path}", theirs, cfg, may_differ)
         load = functools.partial(hf_import.load_params, path, stored, dtype=dtypes)
         return functools.partial(load, shardings=shardings, may_differ=may_differ)
     if shardings is not None:
@@ -94,9 +175,26 @@ def open_weights(
             abstract,
             shardings,
         )
-    store.check_params(path, abstract, may_differ)
-    check_arithmetic(f"checkpoint {path}", run_config(path), cfg, may_differ)
+    theirs = run_config(path)
+    with _naming_sizes(path, theirs, cfg):
+        store.check_params(path, abstract, may_differ)
+    check_arithmetic(f"checkpoint {path}", theirs, cfg, may_differ)
     return functools.partial(store.load_params, path, abstract, may_differ)
+
+
+@contextlib.contextmanager
+def _naming_sizes(path: pathlib.Path, theirs: ModelConfig, ours: ModelConfig) -> Iterator[None]:
+    """Turns the error of a check of weights into one that names the sizes of both models, where these differ."""
+    try:
+        yield
+    except ValueError as error:
+        sizes = ({name: getattr(cfg, name) for name in _SIZES} for cfg in (theirs, ours))
+        if diff := config_diff(*sizes):
+            raise ValueError(
+                f"checkpoint {path} is of another model, with {format_diff(diff)}; to train that model, set "
+                "--experiment.model_of_checkpoint=True"
+            ) from error
+        raise
 
 
 def _open_merged(
@@ -155,8 +253,8 @@ def format_diff(diff: Mapping[str, tuple]) -> str:
 def make_weight_loader(model: glm5.Glm5) -> Callable[[str], dict]:
     """Returns a function that loads the weights at a path as a replacement for a model's weights.
 
-    The function holds no reference to the model. It raises ValueError, before it loads anything, unless the weights are
-    of the same model and quantised in the same way.
+    The function holds no reference to the model, and downloads nothing. It raises ValueError, before it loads
+    anything, unless the weights are of the same model and quantised in the same way.
     """
     cfg, mesh, kind = model.cfg, model.mesh, _kind_of(glm5.params_of(model))
 
@@ -208,6 +306,11 @@ def is_checkpoint(path: str | os.PathLike) -> bool:
     return True
 
 
+def _find_path(path: str | os.PathLike) -> pathlib.Path:
+    """Returns the local path of a checkpoint, which may be a repository of the hub. Raises ValueError."""
+    return _check_path(fetch_checkpoint(path))
+
+
 def _check_path(path) -> pathlib.Path:
     """Returns the path of a checkpoint. Raises ValueError if there is none."""
     path = pathlib.Path(path)
@@ -240,10 +343,12 @@ def read_config(path: str | os.PathLike) -> tuple[ModelConfig, bool]:
 
     Raises ValueError if there is no model or it is broken.
     """
-    path = _check_path(path)
+    path = _find_path(path)
     if _is_run(path):
         return lora.without_adapters(run_config(path)), False
-    return hf_import.read_config(path), hf_import.is_quantised(path)
+    if hf_import.is_quantised(path):
+        return hf_import.open_quantised(path)[0], True
+    return hf_import.read_config(path), False
 
 
 def run_config(path: pathlib.Path) -> ModelConfig:

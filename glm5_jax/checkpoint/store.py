@@ -14,13 +14,15 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
+import tensorstore
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
+from glm5_jax.checkpoint.checksums import changed_arrays, checksums
 from glm5_jax.parallel import tree
 from glm5_jax.parallel.multihost import all_gather_objects
 from glm5_jax.runtime.files import read_text
@@ -29,6 +31,7 @@ _FOLDER = "checkpoints"
 _STEP_NAME = re.compile(r"0|[1-9][0-9]*")
 _JOIN_TIMEOUT_S = 10.0  # for each thread that a failed save has left
 _MAX_REASON = 300  # characters
+_CHECKSUMS = "checksums"  # in the meta of a checkpoint
 _OVERHEAD_BYTES = 2**20  # per checkpoint in addition to the arrays: metadata, data position
 
 
@@ -81,10 +84,7 @@ class Store:
     @property
     def last_good(self) -> str:
         """Text that names the newest complete checkpoint."""
-        step = latest_step(self.folder.parent)
-        if step is None:
-            return "no checkpoint is complete yet"
-        return f"the last good checkpoint is {self.folder / str(step)}"
+        return last_good(self.folder.parent)
 
     def save(self, state: dict, data: dict, meta: dict) -> None:
         """Starts to write `state` under its step, and returns after its arrays are copied.
@@ -100,10 +100,11 @@ class Store:
         step = int(state["step"])
         if step in self.steps:
             return
+        arrays = _parts(state)
         parts = {
-            **_parts(state),
+            **arrays,
             "data": all_gather_objects(data),
-            "meta": {**meta, "step": step},
+            "meta": {**meta, "step": step, _CHECKSUMS: checksums(arrays)},
         }
         try:
             saved = self._orbax.save_checkpointables_async(step, parts, force=True)
@@ -146,6 +147,11 @@ class Store:
         check_shapes(wanted, stored, f"checkpoint {step}")
         with self._reading(step):
             loaded = self._orbax.load_checkpointables(step, wanted)
+            saved = loaded["meta"].pop(
+                _CHECKSUMS, {}
+            )  # a checkpoint of an earlier release has none
+            arrays = {part: loaded[part] for part in _parts(abstract)}
+            _check_bits(arrays, stored, saved)
         moments = tree.flatten(loaded["optimizer"])
         state = {
             "params": loaded["model"],
@@ -212,6 +218,14 @@ def latest_step(workdir: str | os.PathLike) -> int | None:
     return max(steps, default=None)
 
 
+def last_good(workdir: str | os.PathLike) -> str:
+    """Returns a text that names the newest complete checkpoint of a workdir."""
+    step = latest_step(workdir)
+    if step is None:
+        return "no checkpoint is complete yet"
+    return f"the last good checkpoint is {pathlib.Path(workdir).absolute() / _FOLDER / str(step)}"
+
+
 def _is_step(path: pathlib.Path) -> bool:
     """Returns True if Orbax treats a path as a complete checkpoint: a folder whose name is a number."""
     return bool(_STEP_NAME.fullmatch(path.name)) and path.is_dir()
@@ -225,13 +239,18 @@ def load_data(workdir: str | os.PathLike, step: int) -> dict:
     """
     folder = pathlib.Path(workdir) / _FOLDER / str(step)
     try:
-        [file] = (folder / "data").glob("*.json")
-        return _join(json.loads(read_text(file)))
+        return _join(_read_json(folder / "data"))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"checkpoint {folder} is damaged (its data position: {error}); move it to another folder, and the same "
             "command resumes from the previous one"
         ) from error
+
+
+def _read_json(folder: pathlib.Path) -> Any:
+    """Returns the JSON value of a part of a checkpoint. Raises ValueError and OSError."""
+    [file] = folder.glob("*.json")
+    return json.loads(read_text(file))
 
 
 def check_params(
@@ -260,12 +279,54 @@ def load_params(
     checkpoint lacks are left out. may_differ and errors: see `check_params`.
     """
     path = check_params(path, abstract, may_differ)
-    held = tree.flatten(_metadata(path)["model"])
+    stored = _metadata(path)
+    held = tree.flatten(stored["model"])
     wanted = {p: x for p, x in tree.flatten(_with_shardings(abstract)).items() if p in held}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        return ocp.load_checkpointables(str(path), {"model": tree.unflatten(wanted)})["model"]
+        loaded = ocp.load_checkpointables(str(path), {"model": tree.unflatten(wanted)})["model"]
+    try:
+        meta = _read_json(path / "meta") if (path / "meta").is_dir() else {}
+        _check_bits({"model": loaded}, stored, meta.get(_CHECKSUMS, {}))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"checkpoint {path} is damaged ({error}); give another one") from error
+    return loaded
+
+
+class StoredArray:
+    """Array of a checkpoint; indexing with slices reads that part.
+
+    Attributes:
+      shape, dtype: shape and dtype of the array.
+    """
+
+    def __init__(self, array: tensorstore.TensorStore):
+        self.shape, self.dtype = tuple(array.shape), array.dtype.numpy_dtype
+        self._array = array
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self._array[index].read().result()
+
+
+def open_arrays(path: str | os.PathLike, abstract: PyTree) -> dict[str, StoredArray]:
+    """Opens the parameters of a checkpoint without reading them. path, abstract and errors: see `check_params`."""
+    folder = check_params(path, abstract) / "model"
+    arrays = {}
+    for name in tree.flatten(abstract):
+        key_value_store = {
+            "driver": "ocdbt",
+            "base": f"file://{folder}/",
+            "path": f"{name.replace('/', '.')}/",
+        }
+        spec = {"driver": "zarr3", "kvstore": key_value_store}
+        try:
+            arrays[name] = StoredArray(tensorstore.open(spec, open=True, read=True).result())
+        except ValueError as error:
+            raise ValueError(
+                f"{folder} is damaged: {' '.join(str(error).split())[:_MAX_REASON]}"
+            ) from None
+    return arrays
 
 
 def check_space(workdir: str | os.PathLike, abstract: dict, keep: int) -> None:
@@ -331,6 +392,20 @@ def check_shapes(wanted: dict, stored: dict, name: str, may_differ: Sequence[str
                 f"{name} does not fit this {parts}: {len(wrong)} arrays differ, among them {part}/{wrong[0]}, "
                 f"{theirs} there and {ours} here"
             )
+
+
+def _check_bits(arrays: dict, stored: dict, saved: dict) -> None:
+    """Raises ValueError if arrays have other checksums than saved ones.
+
+    arrays: {"model", "optimizer", "rng": tree}. stored: the same of objects with the dtype that is on disk. An array that was
+    converted to another dtype is not checked.
+    """
+    held = tree.flatten({part: stored[part] for part in arrays})
+    same = {p: x for p, x in tree.flatten(arrays).items() if p in held and x.dtype == held[p].dtype}
+    if changed := changed_arrays(tree.unflatten(same), saved):
+        raise ValueError(
+            f"{len(changed)} arrays have other bits than when they were saved, among them {changed[0]}"
+        )
 
 
 def _join(parts: Sequence[dict]) -> dict:

@@ -6,10 +6,12 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 from glm5_jax.runtime.addresses import check_url
 
 MAX_BYTES = 2**22  # of a response, or a line of one
+MAX_JSON_BYTES = 2**28  # of the response to a `post`: log-probs of 200,000 tokens are about 20 MB
 INSTANCE = "X-Instance"  # header of `/generate` with the server's instance id
 
 
@@ -52,6 +54,11 @@ class Client:
         """Returns the name of the served model. Raises ServerError."""
         with self.open("/v1/models") as response, self._reading():
             return str(json.loads(response.read(MAX_BYTES))["data"][0]["id"])
+
+    def post(self, path: str, body: Mapping) -> Any:
+        """Returns the JSON of the response to a POST. Raises ServerError."""
+        with self.open(path, json.dumps(body).encode()) as response, self._reading():
+            return json.loads(response.read(MAX_JSON_BYTES))
 
     def chat(self, messages: Sequence[Mapping], **fields) -> Generator[dict, None, None]:
         """Yields the choices of a streamed reply, each with a `delta`. Raises ServerError.

@@ -155,12 +155,7 @@ def token_rules(
     flat = [pair for of_rank in constraints for pair in of_rank]
     if not any(one and one.applies(num_in_flight, step_tokens) for one, num_in_flight in flat):
         return None
-    size = (len(constraints), num_rows)
-    rules = TokenRules(
-        mask=np.full((*size, num_mask_words(vocab_size)), 2**_WORD_BITS - 1, np.uint32),
-        max_tokens=np.full(size, np.iinfo(np.int32).max, np.int32),
-        last_token=np.full(size, -1, np.int32),
-    )
+    rules = free_rules((len(constraints), num_rows), vocab_size)
     for dp_rank, of_rank in enumerate(constraints):
         for row, (constraint, num_in_flight) in enumerate(of_rank):
             if constraint is None:
@@ -172,6 +167,15 @@ def token_rules(
             if constraint.last_token is not None:
                 rules.last_token[dp_rank, row] = constraint.last_token
     return rules
+
+
+def free_rules(size: tuple[int, int], vocab_size: int) -> TokenRules:
+    """Returns rules that allow all tokens. size: data-parallel ranks, and rows of each."""
+    return TokenRules(
+        mask=np.full((*size, num_mask_words(vocab_size)), 2**_WORD_BITS - 1, np.uint32),
+        max_tokens=np.full(size, np.iinfo(np.int32).max, np.int32),
+        last_token=np.full(size, -1, np.int32),
+    )
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -24,8 +24,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from glm5_jax.inference.commands import Send
 from glm5_jax.inference.constraints import ReplyConstraint
-from glm5_jax.inference.engine_weights import WeightsLost
+from glm5_jax.inference.engine_weights import EngineWeights, WeightsLost
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
@@ -39,7 +40,13 @@ from glm5_jax.inference.request import (
     Token,
 )
 from glm5_jax.inference.request_limits import check_request
-from glm5_jax.inference.runner import Computation, LaunchedStep, Runner
+from glm5_jax.inference.runner import (
+    Computation,
+    LaunchedStep,
+    OpenSource,
+    Runner,
+    WeightSource,
+)
 from glm5_jax.inference.sampling import SampledTokens, Sampling
 from glm5_jax.inference.scheduler import Decode, Prefill, Scheduler, Sequence as Running
 from glm5_jax.inference.shapes import resolve_shapes
@@ -76,6 +83,8 @@ class Engine:
         *,
         version: int = 0,
         execution: ExecutionConfig = ExecutionConfig(),
+        open_weights: OpenSource | None = None,
+        send: Send | None = None,
     ):
         """Creates the engine and its pages. Raises ValueError for options that the model does not support.
 
@@ -85,12 +94,17 @@ class Engine:
           config: options.
           version: version of the weights.
           execution: execution options that the engine's options do not set.
+          open_weights: opens a `WeightSource` for `update_weights`, see `Runner`; None: there is no source of weights.
+          send: sends a command to the other processes of the engine (`followers.follower.Follower`); None: it has one process.
         """
         cfg = model.cfg
+        if model.mesh is not None and model.mesh.is_multi_process and send is None:
+            raise ValueError("the mesh spans several processes; connect them (inference/followers)")
         self._shape, limits = resolve_shapes(cfg, config)
         max_length = config.max_length or cfg.max_position_embeddings
         self.cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
-        self._runner = Runner(model, self._shape, config.execution(execution))
+        self._warms_prompt_logprobs = config.warms_prompt_logprobs
+        self._runner = Runner(model, self._shape, config.execution(execution), open_weights, send)
         self._schedulers = [
             Scheduler(self._shape.num_pages, config.page_size, limits)
             for _ in range(self._runner.dp_size)
@@ -103,7 +117,7 @@ class Engine:
         self._transfers: collections.deque[RequestTransfer] = collections.deque()
         self._eos_ids = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(config.seed)
-        self.paused = self.is_drained = False
+        self.paused = self.is_drained = self.is_asleep = False
         self.version = version
         self.stats = EngineStats(accepted=[0] * (config.num_speculative_tokens + 1))
 
@@ -111,6 +125,8 @@ class Engine:
         """Queues a request. listener: see `Handle`. Raises ValueError if it can never be served."""
         if self.is_drained:
             raise ValueError("the engine is drained and takes no requests; create another")
+        if self.is_asleep:
+            raise ValueError("the engine is asleep; call wake_up() first")
         limit = self.check(request)
         handle, sampling = Handle(request, listener), request.sampling
         seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**63))
@@ -130,6 +146,11 @@ class Engine:
         self.stats.num_requests += 1
         self.stats.prompt_tokens += len(request.ids)
         return handle
+
+    @property
+    def weights(self) -> EngineWeights:
+        """Weights on the devices."""
+        return self._runner.weights
 
     def check(self, request: Request) -> int:
         """Returns the maximum tokens of a request, including its prompt. Any thread may call it.
@@ -237,23 +258,29 @@ class Engine:
             self._receive()
 
     def compile_programs(self) -> Iterator[tuple[int, int]]:
-        """Compiles all programs for requests without top_logprobs and rules, one at a time.
+        """Compiles all programs, one at a time; see `EngineConfig.warms_prompt_logprobs`.
 
         Yields the number of compiled programs and of all programs, first of none.
         """
-        yield from self._runner.compile_programs()
+        yield from self._runner.compile_programs(self._warms_prompt_logprobs)
 
     def warm(self) -> None:
         """Compiles all programs of `compile_programs`."""
         collections.deque(self.compile_programs(), maxlen=0)
 
     def generate(
-        self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] = Sampling()
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] = Sampling(),
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
         """Returns the replies to prompts of token ids.
 
-        sampling: parameters of all prompts, or of each. Raises ValueError, before any work, if a request cannot be
-        served.
+        - sampling: parameters of all prompts, or of each.
+        - should_stop: called after each step; once it returns True, the remaining requests are cancelled.
+
+        Raises ValueError, before any work, if a request cannot be served.
         """
         prompts = list(prompts)
         if isinstance(sampling, Sampling):
@@ -267,7 +294,9 @@ class Engine:
             self.check(request)
         handles = [self.submit(request) for request in requests]
         while self.step():
-            pass
+            if should_stop():
+                for handle in handles:
+                    handle.cancel()
         return [handle.completion for handle in handles]
 
     def pause(self) -> None:
@@ -277,6 +306,30 @@ class Engine:
     def resume(self) -> None:
         """Launches work again after `pause`."""
         self.paused = False
+
+    def sleep(self) -> None:
+        """Frees the device memory of the pages until `wake_up`, for a trainer on the same devices.
+
+        Prefixes are cleared, and the weights stay. Raises ValueError if requests are unfinished, and for an engine of
+        several processes.
+        """
+        if self._live or self._transfers or self.has_followers:
+            raise ValueError(
+                f"{len(self._live)} requests are unfinished and {len(self._transfers)} are transferred, or the engine has "
+                "several processes; only an idle engine of one process sleeps"
+            )
+        if not self.is_asleep:
+            self._drain_steps()
+            for scheduler in self._schedulers:
+                scheduler.prefixes.clear(self.version)
+            self._runner.free_pages()
+            self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """Allocates the pages again after `sleep`."""
+        if self.is_asleep:
+            self._runner.allocate_pages()
+            self.is_asleep = False
 
     def fail(self) -> None:
         """Ends all requests as failed, without using the device, and refuses new ones."""
@@ -290,15 +343,17 @@ class Engine:
         while self.step():
             pass
 
-    def update_weights(self, params: PyTree, version: int, policy: str = FINISH) -> None:
+    def update_weights(
+        self, params: PyTree | WeightSource, version: int, policy: str = FINISH
+    ) -> None:
         """Replaces the weights. All later tokens have the new version.
 
         Prefixes of the old weights are cleared. Raises ValueError for another tree, other shapes or an unknown policy;
         the engine is then unchanged. Raises WeightsLost if loading fails midway; the engine has then failed.
 
         Args:
-          params: tree as of `glm5.params_of`, whose leaves may be `parallel.tree.Lazy`; plain weights are quantised if
-            those that they replace are.
+          params: tree as of `glm5.params_of`, whose leaves may be `parallel.tree.Lazy`, or a source that each process of
+            the engine opens; plain weights are quantised if those that they replace are.
           version: version of the new weights.
           policy: treatment of running requests:
             "finish" completes them with the old weights and starts no others meanwhile;
@@ -307,13 +362,13 @@ class Engine:
         """
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
-        self._runner.weights.check(params)
+        if policy == FINISH and self.paused and self._num_started:
+            raise Paused("the engine is paused, so no request finishes; use keep or recompute")
+        self._runner.open_weights(params)
         if policy == FINISH:
-            if self.paused and self._num_started:
-                raise Paused("the engine is paused, so no request finishes; use keep or recompute")
             self._finish()
         try:
-            self._runner.weights.load(params)
+            self._runner.load_weights()
         except WeightsLost:
             self.fail()
             raise
@@ -327,6 +382,11 @@ class Engine:
         if policy == RECOMPUTE:
             self._transfers.clear()
         self.version = version
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether the engine has several processes, so that `update_weights` takes only a `WeightSource`."""
+        return self._runner.has_followers
 
     @property
     def computation(self) -> Computation:

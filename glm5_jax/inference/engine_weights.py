@@ -8,7 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
@@ -34,6 +34,7 @@ class EngineWeights:
     Attributes:
       params: weights in the form for computing, one entry per layer; None while they are replaced.
       shardings: sharding of each parameter of the model, by path.
+      abstract: shape, dtype and sharding of each parameter of the model, by path.
     """
 
     def __init__(self, model: glm5.Glm5, execution: ExecutionConfig):
@@ -44,7 +45,9 @@ class EngineWeights:
         )
         params = glm5.params_of(model)
         self._kinds = {path: _kind_of(leaf) for path, leaf in flatten(params).items()}
-        self.shardings = flatten(_shardings_of(params, model, execution))
+        shardings = _shardings_of(params, model, execution)
+        self.shardings = flatten(shardings)
+        self.abstract = flatten(jax.tree.map(_abstract, params, shardings))
         self.params: PyTree = None
         self.load(params)
 
@@ -55,8 +58,8 @@ class EngineWeights:
             kind, engine_kind = type(leaf) if is_compound(leaf) else None, self._kinds[path][0]
             if engine_kind is RotatedNorm and kind is None:
                 raise ValueError(
-                    f"the engine's weights are rotated, the new ones are not ({path}); serve the model that is "
-                    "trained, or one that was quantised with --plain"
+                    f"the engine's weights are rotated, the new ones are not ({path}); push with the recipe of the "
+                    "engine's folder (served_checkpoint), or serve one that was quantised with --plain"
                 )
             if kind not in (None, engine_kind):
                 raise ValueError(f"the weights are quantised otherwise than the engine's: {path}")
@@ -89,6 +92,12 @@ class EngineWeights:
                 old.pop(path, None)
         self.params = _merge_trees(parts)
 
+    def plain_sharding(self, path: str) -> Sharding:
+        """Returns the sharding of the plain weight that a quantised one is made of."""
+        if self._mesh is not None:
+            return flatten(glm5.param_shardings(self._cfg, self._mesh))[path]
+        return jax.tree.leaves(self.shardings[path])[0]
+
     def _to_compute_form(self, params):
         """Runs `to_compute_form` as one program, with the weights' shardings."""
         shardings = None
@@ -118,6 +127,10 @@ def check_params(params: PyTree, cfg: ModelConfig) -> None:
             raise ValueError(
                 f"the weights are of another model: {name} is {weight.shape}, not {expected[name].shape}"
             )
+
+
+def _abstract(x, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _kind_of(leaf) -> tuple[type | None, int | None]:

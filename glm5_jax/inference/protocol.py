@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from glm5_jax.checkpoint.manifest import Manifest, Tensor
 from glm5_jax.inference.chat_options import (
     reply_grammar_of,
     thinking_budget_of,
@@ -21,7 +20,6 @@ from glm5_jax.inference.prompts import PromptReader, num_characters
 from glm5_jax.inference.request import Request, TokenIds
 from glm5_jax.inference.request_bodies import (
     EFFORTS,
-    BeginPush,
     ChatCompletionRequest,
     CompletionFields,
     CompletionRequest,
@@ -38,6 +36,8 @@ from glm5_jax.text.messages import CALL_END
 from glm5_jax.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 5_000_000  # of all prompts of a body; each takes about 100 bytes
+# Of the most likely tokens of all replies of a body. One reply of 202,752 tokens may have 20 for each.
+MAX_REPLY_LOGPROBS = 20_000_000
 MAX_PROMPT_IDS = 5_000_000  # that a response to a body repeats
 
 
@@ -88,12 +88,6 @@ class ParsedRequest:
     repeated: Mapping = dataclasses.field(default_factory=dict)
 
 
-def read_manifest(push: BeginPush) -> Manifest:
-    """Returns the manifest of a push."""
-    tensors = {name: Tensor(dtype, shape) for name, (dtype, shape) in push.tensors.items()}
-    return Manifest(push.version, push.arithmetic, tensors)
-
-
 def _check_prompt_logprobs(num_tokens: int, num_top: int) -> None:
     """Raises ApiError if the log-probs of all prompts of a body would take too much memory."""
     num_logprobs = num_tokens * (1 + num_top)
@@ -135,6 +129,7 @@ class Reader:
         self._tokenizer, self._model, self._variant = tokenizer, model, variant
         self._timeout_s, self._defaults = timeout_s, defaults
         self._prompts, self._max_requests = PromptReader(tokenizer, max_length), max_requests
+        self._max_length = max_length
 
     @property
     def limits(self) -> JsonLimits:
@@ -332,6 +327,21 @@ class Reader:
             # The message begins with the field's name.
             raise ApiError(f"{prefix}{error}", param=prefix + str(error).split()[0]) from None
 
+    def _check_reply_logprobs(
+        self, prompts: Sequence[TokenIds], n: int, sampling: Sampling
+    ) -> None:
+        """Raises ApiError if the most likely tokens of all replies of a body could take too much memory."""
+        if not sampling.top_logprobs or self._max_length is None:
+            return
+        max_tokens = self._max_length if sampling.max_tokens is None else sampling.max_tokens
+        num_tokens = n * sum(min(max_tokens, self._max_length - len(ids)) for ids in prompts)
+        if num_tokens * sampling.top_logprobs > MAX_REPLY_LOGPROBS:
+            raise ApiError(
+                f"top_logprobs {sampling.top_logprobs} of up to {num_tokens} tokens of replies are more than "
+                f"{MAX_REPLY_LOGPROBS}; give a smaller max_tokens, top_logprobs or n",
+                param="max_tokens",
+            )
+
     def _parsed(
         self,
         prompts: Sequence[TokenIds],
@@ -341,6 +351,7 @@ class Reader:
         rules: ReplyRules | None = None,
     ) -> ParsedRequest:
         """Returns n requests for each prompt. Raises ApiError."""
+        self._check_reply_logprobs(prompts, n, sampling)
         seed, dp_rank = sampling.seed, body.data_parallel_rank
         choices = [sampling] * n
         if seed is not None:

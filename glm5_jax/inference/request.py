@@ -46,6 +46,8 @@ class EngineConfig:
       replicated: whether each device of a mesh has all weights except routed experts, embedding and head. Otherwise
         each step gathers them over the network.
       seed: seed of the seeds of requests that have none; None: random.
+      warms_prompt_logprobs: whether a warm-up also compiles the programs that compute log-probs of prompts. Otherwise
+        the first such requests delay all others.
     """
 
     page_size: int = 64
@@ -63,6 +65,7 @@ class EngineConfig:
     vocab_block: int | None = None
     replicated: bool = False
     seed: int | None = None
+    warms_prompt_logprobs: bool = True
 
     def __post_init__(self):
         check_formats(self.index_cache, self.latent_cache)

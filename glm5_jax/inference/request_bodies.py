@@ -210,13 +210,13 @@ class GenerateRequest(JsonStruct, kw_only=True, frozen=True):
     model: str | None = None
 
 
-# Updates of weights (inference/weights.py). GLM-5 has 60,000 tensors.
+# Updates of weights (inference/weights.py).
 WEIGHT_LIMITS = JsonLimits(num_values=10**6)
 # After an excessive version, all later pushes would be refused as older.
 Version = Annotated[int, Meta(ge=0, le=MAX_VERSION)]
 UpdatePolicy = Literal["finish", "keep", "recompute"]
 _PushName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
-_Shape = Annotated[tuple[PositiveInteger, ...], Meta(max_length=16)]
+_MAX_PROCESSES = 65_536
 
 
 class UpdateRequest(JsonStruct, kw_only=True, frozen=True):
@@ -228,40 +228,42 @@ class UpdateRequest(JsonStruct, kw_only=True, frozen=True):
     rewind: bool = False
 
 
-class WeightBase(JsonStruct, kw_only=True, frozen=True):
-    """Weights that a push changes."""
-
-    version: Version
-    checksum: str
-
-
-class BeginPush(JsonStruct, kw_only=True, frozen=True):
-    """Body of `/weights/begin`.
+class PullRequest(JsonStruct, kw_only=True, frozen=True):
+    """Body of `/weights/pull`, which makes a process of an engine pull the weights that its devices need.
 
     Attributes:
       push: name of the push.
-      version: version of the weights.
-      tensors: dtype and shape of each tensor by HF name.
-      arithmetic: fields that determine what the model computes (`ModelConfig.arithmetic`).
-      base: weights that the push changes; None: it sends all weights.
-      keep: whether the engine keeps a copy, as the base of later pushes.
+      sources: URLs of the trainer's processes, by their number.
+      peers: URLs of the processes of each engine that pulls these weights, by the engine's number.
+      engine, process: numbers of the receiver's engine and of its process in `peers`.
+      keep: whether the process keeps a copy in host memory, as the base of later pushes.
       rewind: whether an older version than that of the engine is accepted.
+      max_connections: maximum concurrent requests.
+      max_part_bytes: maximum size of a reply, in bytes.
+      max_tries: attempts to get a part from the trainer.
+      timeout_s: time limit of a reply, in seconds.
     """
 
     push: _PushName
-    version: Version
-    tensors: Annotated[dict[str, tuple[str, _Shape]], Meta(max_length=WEIGHT_LIMITS.num_values)]
-    arithmetic: dict[str, Any]
-    base: WeightBase | None = None
+    sources: Annotated[tuple[str, ...], Meta(min_length=1, max_length=_MAX_PROCESSES)]
+    peers: Annotated[
+        tuple[Annotated[tuple[str, ...], Meta(max_length=_MAX_PROCESSES)], ...],
+        Meta(min_length=1, max_length=_MAX_PROCESSES),
+    ]
+    engine: Count = 0
+    process: Count = 0
     keep: bool = False
     rewind: bool = False
+    max_connections: Annotated[int, Meta(ge=1, le=256)] = 16
+    max_part_bytes: PositiveInteger = 64 * 2**20
+    max_tries: Annotated[int, Meta(ge=1, le=100)] = 2
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
 
 
 class CommitPush(JsonStruct, kw_only=True, frozen=True):
-    """Body of `/weights/commit`; checksums are in the order of the tensors."""
+    """Body of `/weights/commit`."""
 
     push: _PushName
-    checksums: Annotated[list[str], Meta(max_length=WEIGHT_LIMITS.num_values)]
     policy: UpdatePolicy = "finish"
 
 

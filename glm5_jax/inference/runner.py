@@ -2,12 +2,15 @@
 
 `Runner` holds the weights, the pages and the page table of each sequence. `launch` turns the scheduler's work into
 arrays and starts the programs of steps.py; the results arrive asynchronously.
+
+Each device program is a command (commands.py). In an engine of several processes the first one sends its commands to
+the runners of the others, so that all run the same programs in the same order.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as List
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,23 +18,40 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.inference.constraints import TokenRules, token_rules
-from glm5_jax.inference.engine_weights import EngineWeights
-from glm5_jax.inference.sampling import MAX_TOP_LOGPROBS, Sampling, needs_truncation
+from glm5_jax.inference.commands import (
+    BATCH_STRUCTURES,
+    Command,
+    LoadWeights,
+    OpenWeights,
+    ProgramName,
+    ReadSlot,
+    RunStep,
+    Send,
+    WriteSlot,
+)
+from glm5_jax.inference.constraints import TokenRules, free_rules, token_rules
+from glm5_jax.inference.engine_weights import EngineWeights, WeightsLost
+from glm5_jax.inference.page_tables import PageTables
+from glm5_jax.inference.sampling import (
+    MAX_TOP_LOGPROBS,
+    AnyArray,
+    Sampling,
+    needs_truncation,
+)
 from glm5_jax.inference.scheduler import Decode, Prefill, ScheduledStep, Sequence
 from glm5_jax.inference.shapes import EngineShapes
+from glm5_jax.inference.slot_cache import KVState, read_slot, write_slot
 from glm5_jax.inference.step_arrays import (
     DecodeBatch,
     DeviceState,
     PrefillBatch,
     SamplingVariant,
-    SlotState,
     StepOutput,
 )
 from glm5_jax.inference.steps import Steps
 from glm5_jax.model import glm5
-from glm5_jax.model.cache import LayerCache
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel import multihost
 
 
 class LaunchedBatch(NamedTuple):
@@ -53,20 +73,6 @@ class LaunchedStep(NamedTuple):
     version: int
 
 
-class KVState(NamedTuple):
-    """Cache of one sequence, to move it to another engine with the same page size, formats and drafts.
-
-    Attributes:
-      layers: pages [n z ...] of the layers, in order.
-      mtp: pages of the MTP layer; None without drafts.
-      slots: state of its slot.
-    """
-
-    layers: tuple[LayerCache, ...]
-    mtp: LayerCache | None
-    slots: SlotState
-
-
 class Computation(NamedTuple):
     """Inputs of an engine's forward.
 
@@ -85,10 +91,41 @@ class Computation(NamedTuple):
     execution: ExecutionConfig
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSource:
+    """Place of new weights, from which each process of an engine reads what its devices need.
+
+    Attributes:
+      fields: JSON object that says where they are, for the engine's `open_weights`.
+    """
+
+    fields: Mapping[str, Any]
+
+
+OpenSource = Callable[[Mapping[str, Any]], PyTree]
+
+
 class Runner:
     """Owns an engine's weights and pages on the device."""
 
-    def __init__(self, model: glm5.Glm5, shape: EngineShapes, execution: ExecutionConfig):
+    def __init__(
+        self,
+        model: glm5.Glm5,
+        shape: EngineShapes,
+        execution: ExecutionConfig,
+        open_weights: OpenSource | None = None,
+        send: Send | None = None,
+    ):
+        """Creates a runner with empty pages.
+
+        Args:
+          model: model, on its mesh if it has one.
+          shape: sizes of the arrays on the device.
+          execution: execution options.
+          open_weights: opens the weights of a `WeightSource`, whose leaves may be `parallel.tree.Lazy`. Raises ValueError
+            or OSError if it cannot. None: there is no source of weights.
+          send: sends a command to the runners of the other processes; None: there are none, or this is one of them.
+        """
         # `EngineWeights` converts experts to int4 once, not once per token.
         plain = dataclasses.replace(model.cfg, int4_group=None)
         self._cfg, self._shape, self._mesh, self._execution = (
@@ -98,21 +135,46 @@ class Runner:
             execution,
         )
         self._steps = Steps(plain, shape, model.mesh, execution)
-        size = (self.dp_size, shape.max_num_seqs + 1)
-        self._tables = np.zeros((*size, shape.max_pages), np.int32)
-        self._num_listed = np.zeros(size, int)  # pages of each slot that are in its table
+        self._tables = PageTables(shape, self.dp_size)
+        self._open_source, self._send = open_weights, send
+        self._opened: PyTree = None  # weights that `load_weights` loads
         self.weights = EngineWeights(model, execution)
-        self._device = self._steps.device(model.cfg.dtype)
-        if model.mesh is None:
-            # Committed to the device like the weights. Otherwise the first call would compile another program than
-            # later calls, which get committed pages.
-            [device] = set(jax.tree.leaves(self.weights.shardings))
-            self._device = jax.device_put(self._device, device)
+        self._device = self._empty_state()
+        # Rules that allow all tokens, for each number of rows.
+        self._free_rules: dict[tuple[int, ...], TokenRules] = {}
+
+    def _empty_state(self) -> DeviceState:
+        state = self._steps.device(self._cfg.dtype)
+        if self._mesh is not None:
+            return state
+        # Committed to the device like the weights. Otherwise the first call would compile another program than later
+        # calls, which get committed pages.
+        return jax.device_put(state, self._single_device)
+
+    @property
+    def _single_device(self) -> jax.sharding.Sharding:
+        """Place of all arrays without a mesh."""
+        [device] = set(jax.tree.leaves(self.weights.shardings))
+        return device
+
+    def free_pages(self) -> None:
+        """Frees the device memory of pages and slots, whose contents are lost, until `allocate_pages`."""
+        for array in jax.tree.leaves(self._device):
+            array.delete()
+
+    def allocate_pages(self) -> None:
+        """Allocates empty pages and slots after `free_pages`."""
+        self._device = self._empty_state()
 
     @property
     def dp_size(self) -> int:
         """Data-parallel size."""
         return self._steps.dp_size
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether commands are sent to other processes."""
+        return self._send is not None
 
     @property
     def computation(self) -> Computation:
@@ -149,10 +211,75 @@ class Runner:
                 array.copy_to_host_async()
         return batches
 
+    def execute(self, command: Command, arrays: List[np.ndarray]) -> Any:
+        """Runs the device program of a command in this process."""
+        match command:
+            case RunStep():
+                return self._run_step(command, *arrays)
+            case ReadSlot(dp_rank=dp_rank, slot=slot):
+                return read_slot(self._device, *arrays, dp_rank, slot, self._replicated)
+            case WriteSlot():
+                return self._write_slot(command, *arrays)
+            case OpenWeights(source=source):
+                return self._open(source)
+            case LoadWeights():
+                return self._load()
+        raise ValueError(f"{command} is no command of a device program")
+
+    def _execute_in_all(self, command: Command, *arrays: np.ndarray) -> Any:
+        """Runs a command in all processes of the engine."""
+        if self._send is not None:
+            self._send(command, arrays)
+        return self.execute(command, arrays)
+
+    def open_weights(self, params: PyTree | WeightSource) -> None:
+        """Opens new weights for `load_weights`, in all processes of the engine.
+
+        Raises ValueError or OSError, in all of them, if one cannot read them or they cannot replace the engine's.
+        """
+        if isinstance(params, WeightSource):
+            self._execute_in_all(OpenWeights(source=dict(params.fields)))
+        elif self._send is not None:
+            raise ValueError("an engine of several processes takes weights as a WeightSource")
+        else:
+            self.weights.check(params)
+            self._opened = params
+
+    def load_weights(self) -> None:
+        """Replaces the weights by those that were opened last; see `EngineWeights.load`."""
+        self._execute_in_all(LoadWeights())
+
+    def _open(self, source: Mapping[str, Any]) -> None:
+        error, params, self._opened = None, None, None
+        try:
+            if self._open_source is None:
+                raise ValueError("this engine has no source of weights")
+            params = self._open_source(source)
+            self.weights.check(params)
+        except (ValueError, OSError) as raised:
+            error = raised
+        multihost.raise_on_all(error)
+        self._opened = params
+
+    def _load(self) -> None:
+        params, self._opened = self._opened, None
+        try:
+            self.weights.load(params)
+        except Exception as error:
+            if jax.process_count() == 1 or isinstance(error, WeightsLost):
+                raise
+            # The other processes may have loaded them.
+            raise WeightsLost(f"loading broke off: {type(error).__name__} {error}") from error
+
     def fetch(self, dp_rank: int, sequence: Sequence) -> KVState:
-        """Returns the cache of a sequence that has no work in flight."""
+        """Returns the cache of a sequence that has no work in flight.
+
+        It is in host memory if the engine has several processes.
+        """
         pages = self._global_pages(dp_rank, sequence.pages)
-        return _read_slot(self._device, pages, dp_rank, sequence.device_slot)
+        command = ReadSlot(dp_rank=dp_rank, slot=sequence.device_slot)
+        kv_state = self._execute_in_all(command, pages)
+        return kv_state if self._send is None else jax.device_get(kv_state)
 
     def check(self, kv_state: KVState) -> None:
         """Raises ValueError unless a cache from another engine fits this one."""
@@ -168,11 +295,33 @@ class Runner:
     def store(self, dp_rank: int, sequence: Sequence, kv_state: KVState) -> None:
         """Writes a cache into the pages and the slot of a sequence."""
         pages = self._global_pages(dp_rank, sequence.pages)
-        if self._mesh is not None:
-            kv_state = jax.device_put(kv_state, NamedSharding(self._mesh, P()))
-        self._device = _write_slot(self._device, kv_state, pages, dp_rank, sequence.device_slot)
-        self._num_listed[dp_rank, sequence.device_slot] = 0  # the slot was another sequence's
-        self._list(dp_rank, sequence)
+        command = WriteSlot(dp_rank=dp_rank, slot=sequence.device_slot)
+        self._execute_in_all(command, pages, *jax.tree.leaves(kv_state))
+        self._tables.restart(dp_rank, sequence)
+
+    def _write_slot(self, command: WriteSlot, pages: np.ndarray, *leaves: np.ndarray) -> None:
+        structure = jax.tree.structure(KVState(**self._device._asdict()))
+        kv_state = jax.tree.unflatten(structure, [self._replicate(leaf) for leaf in leaves])
+        self._device = write_slot(self._device, kv_state, pages, command.dp_rank, command.slot)
+
+    @property
+    def _replicated(self) -> NamedSharding | None:
+        """Sharding of an array that each device of the mesh has in full; None: there is no mesh."""
+        return None if self._mesh is None else NamedSharding(self._mesh, P())
+
+    def _replicate(self, leaf: AnyArray) -> Any:
+        """Returns an array on all devices of the mesh."""
+        if self._replicated is None:
+            return leaf
+        if isinstance(leaf, np.ndarray):  # `device_put` would compare it with that of every process
+            return jax.make_array_from_callback(leaf.shape, self._replicated, leaf.__getitem__)
+        return jax.device_put(leaf, self._replicated)
+
+    def _put(self, leaf: np.ndarray) -> jax.Array:
+        """Returns an array on the device, or on all devices of the mesh."""
+        if self._mesh is None:
+            return jax.device_put(leaf, self._single_device)
+        return self._replicate(leaf)
 
     def _global_pages(self, dp_rank: int, pages: list[int]) -> np.ndarray:
         """Returns a rank's page numbers among those of all ranks, padded to a bucket with an invalid number."""
@@ -181,33 +330,36 @@ class Runner:
         numbers[: len(pages)] = np.array(pages) + dp_rank * self._shape.num_pages
         return numbers.astype(np.int32)
 
-    def compile_programs(self) -> Iterator[tuple[int, int]]:
-        """Compiles all programs for requests without top_logprobs and rules, one at a time.
+    def compile_programs(self, scores_prompts: bool = True) -> Iterator[tuple[int, int]]:
+        """Compiles all programs, one at a time.
 
-        Yields the number of compiled programs and of all programs, first of none.
+        Yields the number of compiled programs and of all programs, first of none. scores_prompts: whether to compile those
+        that compute log-probs of prompts.
         """
         shape = self._shape
         widths = _all_buckets(shape.table_width, shape.max_pages)
-        variants = [SamplingVariant(truncate) for truncate in (False, True)]
+        decodes = prefills = [SamplingVariant(), _FULL]
+        if scores_prompts:
+            prefills = [*prefills, _FULL._replace(scores_prompt=True)]
         calls = [
-            (functools.partial(self._dummy_decode, b), width, variant)
+            functools.partial(self._dummy_decode, b, width, variant)
             for b in _all_buckets(shape.decode_rows, shape.max_num_seqs)
             for width in widths
-            for variant in variants
+            for variant in decodes
         ]
         calls += [
-            (functools.partial(self._dummy_prefill, b, t), width, variant)
+            functools.partial(self._dummy_prefill, b, t, width, variant)
             for t in _all_buckets(shape.prefill_tokens, shape.prefill_chunk)
             for b in _all_buckets(
                 shape.prefill_rows, shape.max_prefill_rows if t <= shape.min_prefill_bucket else 1
             )
             for width in widths
             if width * shape.page_size >= t or width == widths[-1]
-            for variant in variants
+            for variant in prefills
         ]
         yield 0, len(calls)
-        for done, (call, width, variant) in enumerate(calls, 1):
-            call(width, variant)
+        for done, call in enumerate(calls, 1):
+            call()
             if done == len(calls):
                 jax.block_until_ready(self._device)
             yield done, len(calls)
@@ -224,14 +376,51 @@ class Runner:
         return function.lower(*arguments.values(), **static), arguments
 
     def _dummy_decode(self, b: int, width: int, variant: SamplingVariant) -> None:
-        self._run(self._steps.decode, self._steps.dummy_decode(b, width), variant)
+        self._launch_step("decode", self._steps.dummy_decode(b, 0), width, variant)
 
     def _dummy_prefill(self, b: int, t: int, width: int, variant: SamplingVariant) -> None:
-        self._run(self._steps.prefill, self._steps.dummy_prefill(b, t, width), variant)
+        self._launch_step("prefill", self._steps.dummy_prefill(b, t, 0), width, variant)
 
-    def _run(self, step, inputs, variant: SamplingVariant) -> StepOutput:
-        self._device, output = step(self.weights.params, self._device, inputs, variant)
+    def _launch_step(
+        self,
+        program: ProgramName,
+        batch: PrefillBatch | DecodeBatch,
+        width: int,
+        variant: SamplingVariant,
+    ) -> StepOutput:
+        """Launches a program in all processes. batch: its inputs, with page tables of no columns."""
+        command = RunStep(
+            program=program, variant=variant, width=width, has_rules=batch.rules is not None
+        )
+        changes = self._tables.take_changes()
+        return self._execute_in_all(command, changes, *jax.tree.leaves(batch))
+
+    def _run_step(self, command: RunStep, changes: np.ndarray, *leaves: np.ndarray) -> StepOutput:
+        self._tables.apply(changes)
+        structure = BATCH_STRUCTURES[command.program, command.has_rules]
+        batch = jax.tree.unflatten(structure, leaves)
+        batch = batch._replace(
+            tables=self._tables.of_slots(batch.slot, command.width),
+            rules=self._put_rules(batch, command.variant),
+        )
+        run = self._steps.prefill if command.program == "prefill" else self._steps.decode
+        self._device, output = run(self.weights.params, self._device, batch, command.variant)
         return output
+
+    def _put_rules(
+        self, batch: PrefillBatch | DecodeBatch, variant: SamplingVariant
+    ) -> TokenRules | None:
+        """Returns the rules of a batch on the device. The full variant has rules always, in place of a variant for them."""
+        if batch.rules is not None:
+            return jax.tree.map(self._put, batch.rules)
+        if variant == SamplingVariant():
+            return None
+        num_ranks, num_rows = batch.slot.shape
+        size = num_ranks, num_rows
+        if size not in self._free_rules:
+            rules = free_rules(size, self._cfg.vocab_size)
+            self._free_rules[size] = jax.tree.map(self._put, rules)
+        return self._free_rules[size]
 
     def _decode(self, decodes: list[list[Decode]]) -> LaunchedBatch:
         """Launches one decode of all ranks."""
@@ -246,19 +435,20 @@ class Runner:
                 slot[at], limit[at] = sequence.device_slot, sequence.limit
                 if one.forced_token is not None:
                     forced_token[at] = one.forced_token
-                max_pages = max(max_pages, self._list(dp_rank, sequence))
+                max_pages = max(max_pages, self._tables.list_pages(dp_rank, sequence))
                 if one.is_sampled:
                     rows.append((dp_rank * b + row, one))
         width = shape.table_width(max_pages)
         batch = DecodeBatch(
-            tables=self._tables[np.arange(x)[:, None], slot, :width],
+            tables=np.zeros((x, b, 0), np.int32),
             slot=slot,
             forced_token=forced_token,
             limit=limit,
             rules=self._rules(decodes, b, 1 + shape.num_speculative_tokens),
         )
-        variant = _variant(one.sequence for of_rank in decodes for one in of_rank)
-        return LaunchedBatch(rows, self._run(self._steps.decode, batch, variant))
+        sequences = [one.sequence for of_rank in decodes for one in of_rank]
+        variant = _variant(sequences, batch.rules is not None)
+        return LaunchedBatch(rows, self._launch_step("decode", batch, width, variant))
 
     def _prefill(self, prefills: list[list[Prefill]]) -> LaunchedBatch:
         """Launches one prefill of all ranks."""
@@ -280,30 +470,28 @@ class Runner:
                 next_token[at] = -1 if one.is_sampled else sequence.ids[end]
                 samplings[dp_rank][row] = sequence.handle.request.sampling
                 seeds[at] = sequence.seed
-                self._num_listed[dp_rank, sequence.device_slot] = (
-                    0  # the slot was another sequence's
-                )
-                self._list(dp_rank, sequence)
+                self._tables.restart(dp_rank, sequence)
                 max_pages = max(max_pages, -(-end // shape.page_size))
                 if one.is_sampled or sequence.handle.scores_prompt:
                     rows.append((dp_rank * b + row, one))
         # Launches the program.
         width = shape.table_width(max_pages)
+        sequences = [one.sequence for of_rank in prefills for one in of_rank]
+        scores_prompt = any(sequence.handle.scores_prompt for sequence in sequences)
+        rules = self._rules(prefills, b, 1)
         batch = PrefillBatch(
             tokens=tokens,
             start=start,
             count=count,
             next_token=next_token,
-            tables=self._tables[np.arange(x)[:, None], slot, :width],
+            tables=np.zeros((x, b, 0), np.int32),
             slot=slot,
             rows=self._steps.sampling_rows(seeds, start, samplings),
-            rules=self._rules(prefills, b, 1),
+            rules=rules,
         )
-        sequences = [one.sequence for of_rank in prefills for one in of_rank]
-        variant = _variant(sequences)._replace(
-            scores_prompt=any(sequence.handle.scores_prompt for sequence in sequences)
-        )
-        return LaunchedBatch(rows, self._run(self._steps.prefill, batch, variant))
+        variant = _variant(sequences, rules is not None or scores_prompt)
+        variant = variant._replace(scores_prompt=scores_prompt)
+        return LaunchedBatch(rows, self._launch_step("prefill", batch, width, variant))
 
     def _rules(
         self, works: list[list[Decode]] | list[list[Prefill]], num_rows: int, step_tokens: int
@@ -321,37 +509,6 @@ class Runner:
         ]
         return token_rules(constraints, num_rows, self._cfg.vocab_size, step_tokens)
 
-    def _list(self, dp_rank: int, sequence: Sequence) -> int:
-        """Adds a sequence's new pages to its table; returns their total number."""
-        first, count = self._num_listed[dp_rank, sequence.device_slot], len(sequence.pages)
-        if first < count:
-            self._tables[dp_rank, sequence.device_slot, first:count] = sequence.pages[first:]
-            self._num_listed[dp_rank, sequence.device_slot] = count
-        return count
-
-
-@jax.jit
-def _read_slot(device: DeviceState, pages, dp_rank, slot) -> KVState:
-    """Returns the cache of one sequence."""
-    layers, mtp = jax.tree.map(
-        lambda a: a.at[pages].get(mode="fill", fill_value=0), (device.layers, device.mtp)
-    )
-    return KVState(layers, mtp, jax.tree.map(lambda a: a[dp_rank, slot], device.slots))
-
-
-@functools.partial(jax.jit, donate_argnames="device")
-def _write_slot(device: DeviceState, kv_state: KVState, pages, dp_rank, slot) -> DeviceState:
-    """Writes the cache of one sequence."""
-
-    def put(a, new):
-        # Another engine's table may be wider. Its entries after the sequence's pages are padding.
-        count = min(len(pages), len(new))
-        return a.at[pages[:count]].set(new[:count], mode="drop")
-
-    layers, mtp = jax.tree.map(put, (device.layers, device.mtp), (kv_state.layers, kv_state.mtp))
-    slots = jax.tree.map(lambda a, new: a.at[dp_rank, slot].set(new), device.slots, kv_state.slots)
-    return DeviceState(layers, mtp, slots)
-
 
 def _all_buckets(round_up, maximum: int) -> list[int]:
     """Returns all buckets up to that of `maximum`."""
@@ -362,8 +519,14 @@ def _all_buckets(round_up, maximum: int) -> list[int]:
     return sizes
 
 
-def _variant(sequences: Iterable[Sequence]) -> SamplingVariant:
-    """Returns the sampling options that a batch needs."""
+# The variant of a batch with any option. A variant for each option would be as many programs, which the first request with
+# the option would compile while all others wait.
+_FULL = SamplingVariant(truncate=True, num_top=MAX_TOP_LOGPROBS)
+
+
+def _variant(sequences: Iterable[Sequence], is_full: bool) -> SamplingVariant:
+    """Returns the variant of a batch. is_full: whether it has rules or scores prompts."""
     samplings = [sequence.handle.request.sampling for sequence in sequences]
-    top = MAX_TOP_LOGPROBS if any(s.top_logprobs for s in samplings) else 0
-    return SamplingVariant(needs_truncation(samplings), top)
+    if is_full or needs_truncation(samplings) or any(one.top_logprobs for one in samplings):
+        return _FULL
+    return SamplingVariant()

@@ -6,13 +6,15 @@
     POST /v1/messages               Anthropic's Messages API (anthropic_protocol.py)
     POST /v1/messages/count_tokens  tokens of the prompt of such a body
     POST /generate                  SGLang's schema, with token ids and weight versions
+    POST /tokenize, /detokenize     vLLM's endpoints of the tokenizer
     POST /pause, /resume            stop and continue launching work
-    POST /update_weights, /weights/begin, /weights/part, /weights/commit, /weights/abort    new weights (weights.py)
+    POST /update_weights, /weights/pull, /weights/commit, /weights/abort    new weights (weights.py)
+    GET  /weights/shard             weights that this engine passes on to others (shards/server.py)
     GET  /                          a page to chat
     GET  /v1/models                 the served model
     GET  /health                    200 {"status": "ok"}; 503 while it compiles ("compiling 11 of 38"), ends or has failed
     GET  /metrics                   Prometheus
-    GET  /weights, /server_info, /model_info    states
+    GET  /weights, /server_info, /model_info, /tokenizer_info    states
 
     server = Server(engine, tokenizer, ServerConfig(port=8000))
     asyncio.run(server.serve())      # until SIGTERM or SIGINT, after running requests
@@ -41,18 +43,21 @@ from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.engine_weights import WeightsLost
 from glm5_jax.inference.event_stream import send_events
+from glm5_jax.inference.followers.command_stream import CommandSender, ProcessLost
 from glm5_jax.inference.grammar_trial import GrammarBusy
 from glm5_jax.inference.metrics import EngineMetrics
 from glm5_jax.inference.pending_requests import PendingRequests
-from glm5_jax.inference.protocol import Defaults, ParsedRequest, Reader, read_manifest
+from glm5_jax.inference.protocol import Defaults, ParsedRequest, Reader
 from glm5_jax.inference.request import FAILED, Paused, TooLong
 from glm5_jax.inference.request_bodies import (
     WEIGHT_LIMITS,
     AbortPush,
-    BeginPush,
     CommitPush,
+    PullRequest,
     UpdateRequest,
 )
+from glm5_jax.inference.shards.receiver import ShardReceiver
+from glm5_jax.inference.tokenizer_api import TokenizerApi
 from glm5_jax.inference.weights import Conflict, Receiver
 from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.runtime.http_server import (
@@ -70,7 +75,6 @@ from glm5_jax.text.tokenizer import Tokenizer
 _Update = TypeVar("_Update", bound=JsonStruct)
 _MESSAGES = "/v1/messages"
 _PAGE = pathlib.Path(__file__).parent / "page.html"
-_MAX_PARTS_IN_MEMORY = 2  # parts of a push: one arrives while another is read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +86,7 @@ class ServerConfig(ListenConfig):
       variant: variant of the chat layout (`text.layouts.VARIANTS`).
       max_requests: maximum choices that wait and run; more are refused with 429.
       timeout_s: time limit of a request, in seconds; None: no limit.
-      push_timeout_s: time without a message after which a push of weights is dropped, in seconds.
-      max_part_bytes: maximum size of a part of a push.
+      push_timeout_s: time between the pull and the commit of a push after which it is dropped, in seconds.
       defaults: values of fields that a request leaves out.
     """
 
@@ -92,12 +95,11 @@ class ServerConfig(ListenConfig):
     max_requests: int = 1024
     timeout_s: float | None = None
     push_timeout_s: float = 120.0
-    max_part_bytes: int = 256 * 2**20
     defaults: Defaults = Defaults()
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("max_requests", "push_timeout_s", "max_part_bytes"):
+        for name in ("max_requests", "push_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
@@ -107,7 +109,7 @@ class Server(HttpServer):
 
     load: returns the weights of a folder, for `/update_weights`, and raises ValueError if it cannot; None: the server
     accepts no weights. clock: clock for the timeout of a push. warm: whether the engine compiles all programs before
-    the first request.
+    the first request. stream: connections to the other processes of the engine; None: it has one process.
 
     Attributes:
       worker: thread that owns the engine, for callers in this process (`rl.weights.reshard.ReshardPusher`).
@@ -124,12 +126,15 @@ class Server(HttpServer):
         load: Callable[[str], dict] | None = None,
         clock: Callable[[], float] = time.monotonic,
         warm: bool = False,
+        stream: CommandSender | None = None,
     ):
         super().__init__(config)
+        self._stream = stream
         self._tokenizer, self._load = tokenizer, load
         self.worker = Worker(engine, warm)
-        self._weights = Receiver(engine, self.worker.call, config.push_timeout_s, clock)
-        self._receiving = asyncio.Semaphore(_MAX_PARTS_IN_MEMORY)
+        self._weights = Receiver(
+            engine, self.worker.call, config.push_timeout_s, clock, self.api_key
+        )
         self._reader = Reader(
             tokenizer,
             model=config.model,
@@ -139,6 +144,7 @@ class Server(HttpServer):
             max_length=engine.max_length,
             max_requests=config.max_requests,
         )
+        self._tokenizer_api = TokenizerApi(tokenizer, engine.max_length)
         self._engine_metrics = EngineMetrics(engine)
         self._instance = secrets.token_hex(8)
 
@@ -150,11 +156,12 @@ class Server(HttpServer):
             _MESSAGES: self._messages,
             f"{_MESSAGES}/count_tokens": self._count_tokens,
             "/generate": self._generate,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
             "/pause": self._pause,
             "/resume": self._resume,
             "/update_weights": self._update,
-            "/weights/begin": self._begin_push,
-            "/weights/part": self._take_part,
+            "/weights/pull": self._pull_weights,
             "/weights/commit": self._commit_push,
             "/weights/abort": self._abort_push,
         }
@@ -165,16 +172,23 @@ class Server(HttpServer):
             "/health": self._health,
             "/metrics": self._metrics,
             "/weights": self._weights_status,
+            "/weights/shard": self._weights.shards.library.answer,
             "/server_info": self._server_info,
             "/get_server_info": self._server_info,
             "/model_info": self._model_info,
             "/get_model_info": self._model_info,
+            "/tokenizer_info": self._tokenizer_info,
         }
         return {"POST": post, "GET": get}
 
     @property
     def failed(self) -> bool:
-        return self.worker.failure is not None
+        return self.failure is not None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Error that ended the engine; None: it runs, or was stopped."""
+        return self.worker.failure
 
     def to_api_error(self, error: Exception) -> ApiError | None:
         if isinstance(error, WorkerStopped):
@@ -189,13 +203,24 @@ class Server(HttpServer):
             return ApiError(str(error), param="policy")
         return super().to_api_error(error)
 
+    @property
+    def shards(self) -> ShardReceiver:
+        """Receiver of the weights that this process pulls."""
+        return self._weights.shards
+
     async def lifespan(self, app) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         # After a failure of the engine the process ends, so that a supervisor restarts it.
         self.worker.on_failure = lambda: loop.call_soon_threadsafe(self.stop)
+        if self._stream is not None:
+            self._stream.on_stop_requested = lambda: loop.call_soon_threadsafe(self.stop)
         self.worker.start()
         yield
         await loop.run_in_executor(None, self.worker.stop)
+        if self._stream is not None and not self.failed:
+            self._stream.on_stop_requested = None  # the loop ends
+            with contextlib.suppress(ProcessLost):
+                self._stream.stop()
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._reader.chat, replies.Chats)
@@ -258,7 +283,7 @@ class Server(HttpServer):
             origin = replies.Origin(self.config.model, self.worker.engine.version)
             response = form(parsed, pending.handles, origin, self._tokenizer)
             if parsed.stream:
-                return await self._stream(request, response, pending)
+                return await self._send_stream(request, response, pending)
             async for _ in pending.updates():
                 pass
             self._check_failed(pending.handles)
@@ -269,7 +294,7 @@ class Server(HttpServer):
             self._active -= count
             pending.leave()
 
-    async def _stream(self, request: web.Request, reply, pending: "PendingRequests"):
+    async def _send_stream(self, request: web.Request, reply, pending: "PendingRequests"):
         """Sends server-sent events: one for each chunk, then [DONE] unless the events have names."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
@@ -314,6 +339,17 @@ class Server(HttpServer):
             raise ApiError("the engine has failed", 503, "unavailable")
         raise ApiError("the request has failed; see the server's log", 500, "internal")
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        api = self._tokenizer_api
+        return json_response(await self.read_body(request, api.tokenize, api.prompts.limits))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        api = self._tokenizer_api
+        return json_response(await self.read_body(request, api.detokenize, api.prompts.limits))
+
+    async def _tokenizer_info(self, request: web.Request) -> web.Response:
+        return json_response(self._tokenizer_api.info())
+
     async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.worker.call(lambda engine: engine.pause()))
         return json_response({"paused": True})
@@ -343,37 +379,26 @@ class Server(HttpServer):
         return json_response({"success": True, **reply})
 
     async def _weights_status(self, request: web.Request) -> web.Response:
-        return json_response(self._weights.status() | {"instance": self._instance})
+        status = self._weights.status() | {"instance": self._instance}
+        if self._stream is not None:
+            if (followers := self._stream.urls) is None:
+                raise ApiError("the engine's processes are starting", 503, "unavailable")
+            status["followers"] = followers
+        return json_response(status)
 
-    async def _begin_push(self, request: web.Request) -> web.Response:
-        body = await self._read_update(request, BeginPush)
-        with _client_errors("tensors"):
-            await self._weights.begin(
-                body.push,
-                read_manifest(body),
-                base=body.base and (body.base.version, body.base.checksum),
-                keep=body.keep,
-                rewind=body.rewind,
-            )
-        return json_response(self._weights.status())
-
-    async def _take_part(self, request: web.Request) -> web.Response:
-        """Receives a part of a push: `?push=NAME`, and safetensors."""
-        push = request.query.get("push", "")
-        self._weights.check(push)
-        if coding := request.headers.get("Content-Encoding"):
-            # A small compressed part could expand to any size.
-            raise ApiError(f"the part has Content-Encoding {coding[:50]}; send it as it is", 415)
-        async with self._receiving:
-            data = await self.read_bytes(request, self.config.max_part_bytes)
-            with _client_errors("part"):
-                complete = await self._weights.take(push, data)
-        return json_response({"complete": complete})
+    async def _pull_weights(self, request: web.Request) -> web.Response:
+        body = await self._read_update(request, PullRequest)
+        with _client_errors("sources"):
+            try:
+                reply = await self._weights.pull(body)
+            except OSError as error:  # a process of the trainer, or another engine
+                raise ApiError(str(error), 502, "pull_failed") from None
+        return json_response(reply)
 
     async def _commit_push(self, request: web.Request) -> web.Response:
         body = await self._read_update(request, CommitPush)
-        with _client_errors("checksums"):
-            reply = await self._weights.commit(body.push, body.checksums, body.policy)
+        with _client_errors("push"):
+            reply = await self._weights.commit(body.push, body.policy)
         return json_response({"success": True, **reply})
 
     async def _abort_push(self, request: web.Request) -> web.Response:

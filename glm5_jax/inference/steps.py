@@ -222,7 +222,8 @@ def _prefill(params, device: DeviceState, batch: PrefillBatch, *, variant, **sta
     new = SlotState(newest=sampled.tokens, length=end, rows=batch.rows, pending=pending)
     new = jax.tree.map(lambda a: a.reshape(*slot.shape, *a.shape[1:]), new)
     slots = _put(device.slots, slot, new)
-    return DeviceState(_layers_of(out.cache), mtp, slots), _single_tokens(sampled, prompt)
+    output = _replicate(_single_tokens(sampled, prompt), static["mesh"])
+    return DeviceState(_layers_of(out.cache), mtp, slots), output
 
 
 def _following(batch: PrefillBatch):
@@ -305,7 +306,8 @@ def _decode(params, device: DeviceState, batch: DecodeBatch, *, variant, one_by_
         is_held = tokens == batch.rules.last_token
         new, count = _hold(is_held, state, new), 1 - is_held.reshape(-1).astype(jnp.int32)
     slots = _put(device.slots, batch.slot, new)
-    return DeviceState(layers, None, slots), _single_tokens(sampled, count=count)
+    output = _replicate(_single_tokens(sampled, count=count), static["mesh"])
+    return DeviceState(layers, None, slots), output
 
 
 @functools.partial(
@@ -362,7 +364,8 @@ def _speculate(
     sampled = jax.tree.map(
         lambda a: a.reshape(x * b, num_speculative_tokens + 1, *a.shape[1:]), sampled
     )
-    return DeviceState(_layers_of(out.cache), mtp, slots), StepOutput(sampled, count)
+    output = _replicate(StepOutput(sampled, count), static["mesh"])
+    return DeviceState(_layers_of(out.cache), mtp, slots), output
 
 
 def _draft(
@@ -447,6 +450,13 @@ def _single_tokens(
     """Returns the output of a step with one token for each row, or as many as `count`."""
     tokens = jax.tree.map(lambda a: a[:, None], sampled)
     return StepOutput(tokens, jnp.ones_like(sampled.tokens) if count is None else count, prompt)
+
+
+def _replicate(output: StepOutput, mesh) -> StepOutput:
+    """Returns a step's output with all of it on each device, so that the first process of a pod can read it."""
+    return (
+        output if mesh is None else lax.with_sharding_constraint(output, NamedSharding(mesh, P()))
+    )
 
 
 def _hold(is_held, old: SlotState, new: SlotState) -> SlotState:

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-from glm5_jax.inference.runner import KVState
 from glm5_jax.inference.scheduler import Sequence
+from glm5_jax.inference.slot_cache import KVState
 from glm5_jax.inference.stop_checker import StopChecker
 
 

@@ -7,12 +7,13 @@ The tree is a nested dict: `embed, dense_layers, moe_layers, mtp, final_norm, lm
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
@@ -160,7 +161,9 @@ def init_params(
         return unflatten(flatten(params_of(ParameterTree(cfg, make, dtype))))
 
     if mesh is None:
-        return draw(random_values_at_once(key))
+        # A caller's jit or eval_shape (`nnx.jit(lambda: Glm5(...))`) has no values yet.
+        is_traced = isinstance(key, Tracer)
+        return draw(random_values(key) if is_traced else random_values_at_once(key))
     shardings = flatten(param_shardings(cfg, mesh))
     wanted = unflatten({p: s for p, s in shardings.items() if paths is None or p in paths})
     return jax.jit(lambda key: draw(random_values(key)), out_shardings=wanted)(key)
@@ -175,23 +178,24 @@ def unstack(params: PyTree, cfg: ModelConfig) -> PyTree:
     out = dict(params)
     for name, layers in stacks(cfg):
         if isinstance(stack := params.get(name), dict):
-            body = {k: v for k, v in stack.items() if k not in OWNED_BY_SOME_LAYERS}
-            parts = {
-                k: (stack[k], layers_with(cfg, k, layers))
-                for k in OWNED_BY_SOME_LAYERS
-                if k in stack
-            }
-            out[name] = []
-            for position, layer in enumerate(layers):
-                weights = jax.tree.map(lambda x, i=position: x[i], body)
-                for part, (values, owners) in parts.items():
-                    if layer in owners:
-                        weights[part] = jax.tree.map(lambda x, i=owners.index(layer): x[i], values)
-                out[name].append(weights)
+            out[name] = [layer_of(stack, cfg, layers, layer) for layer in layers]
     return out
 
 
-def layers_with(cfg: ModelConfig, part: str, layers: range) -> list[int]:
+def layer_of(
+    stack: Mapping[str, Any], cfg: ModelConfig, layers: Sequence[int], layer: int
+) -> dict[str, Any]:
+    """Returns the weights of one layer of a stack of these layers."""
+    weights = {}
+    for part, values in stack.items():
+        owners = layers_with(cfg, part, layers) if part in OWNED_BY_SOME_LAYERS else layers
+        if layer in owners:
+            index = list(owners).index(layer)
+            weights[part] = jax.tree.map(lambda x, i=index: x[i], values)
+    return weights
+
+
+def layers_with(cfg: ModelConfig, part: str, layers: Sequence[int]) -> list[int]:
     """Returns the layers of a stack that have a part of OWNED_BY_SOME_LAYERS."""
     owners = {"indexer": cfg.full_layers, "gdn": cfg.gdn_layers}[part]
     return [i for i in layers if i in owners]

@@ -1,4 +1,4 @@
-"""Collectives over the processes of a pod, for values that JSON holds.
+"""Collectives over the processes of a pod, for values that JSON holds and for arrays.
 
 All processes must call each of these functions. With one process they need no network.
 """
@@ -20,6 +20,13 @@ def all_gather_objects(value: Any) -> list:
     longest = int(multihost_utils.process_allgather(np.asarray(len(text))).max())
     padded = np.pad(text, (0, longest - len(text)), constant_values=ord(" "))
     return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+
+
+def fetch_array(array: jax.Array) -> np.ndarray:
+    """Returns all of an array in every process. The devices of other processes may hold parts of it."""
+    if jax.process_count() == 1:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def any_process(flag: Any) -> bool:
@@ -47,17 +54,22 @@ def run_on_first(action: Callable[[], Any]) -> None:
 
     In the other processes OSError and ValueError keep their kind; any other error is a RuntimeError.
     """
+    run_on_all(action if jax.process_index() == 0 else lambda: None)
+
+
+def run_on_all(action: Callable[[], Any]) -> None:
+    """Runs action in every process, and raises an error of one of them in every process; see `run_on_first`."""
     error = None
-    if jax.process_index() == 0:
-        try:
-            action()
-        except Exception as raised:
-            error = raised
+    try:
+        action()
+    except Exception as raised:
+        error = raised
     kinds = {"OSError": OSError, "ValueError": ValueError}
     kind = next((k for k, c in kinds.items() if isinstance(error, c)), "")
-    failure = all_gather_objects(None if error is None else [kind, str(error)])[0]
+    failures = all_gather_objects(None if error is None else [kind, str(error)])
     if error is not None:
         raise error
+    failure = next((failure for failure in failures if failure is not None), None)
     if failure is not None:
         raise kinds.get(failure[0], RuntimeError)(failure[1])
 

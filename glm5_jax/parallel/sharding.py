@@ -213,16 +213,17 @@ def _cuts(letters: str, spec: P, region) -> list[tuple[int, tuple[str, ...]]]:
     return sorted(cuts, key=lambda cut: not set(cut[1]) & set(region.dcn_axes))
 
 
-def fetch_slice(leaf: jax.Array, at: tuple[int, ...]) -> np.ndarray:
+def fetch_slice(leaf: jax.Array, at: tuple[int, ...]) -> jax.Array:
     """Returns `leaf[at]` of an array that several processes hold; all of them must call it with the same arguments.
 
-    Only that slice is sent. A device holds one copy of it per part of the indexed dimensions.
+    The slice is on a device of this process. Only that slice is sent. A device holds one copy of it per part of the
+    indexed dimensions.
     Raises ValueError if the array has no NamedSharding.
     """
     if not isinstance(leaf.sharding, NamedSharding):
         raise ValueError(f"an array on several hosts has no mesh: {leaf.sharding}")
     fetch = _fetcher(leaf.sharding.mesh, leaf.sharding.spec, leaf.ndim, len(at))
-    return np.asarray(fetch(leaf, np.asarray(at, np.int32)).addressable_data(0))
+    return fetch(leaf, np.asarray(at, np.int32)).addressable_data(0)
 
 
 @functools.cache

@@ -30,8 +30,8 @@ class Lazy:
 
 
 def materialize(leaf: Any) -> Any:
-    """Returns the array of a leaf that may be `Lazy`."""
-    return leaf.make() if isinstance(leaf, Lazy) else leaf
+    """Returns a leaf with its arrays, which may be `Lazy`."""
+    return jax.tree.map(lambda x: x.make() if isinstance(x, Lazy) else x, leaf)
 
 
 def path_of(key_path: Iterable[Any]) -> str:

@@ -41,15 +41,26 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Model whose log-probs supervise the tasks of one origin.
+    """Model whose log-probs supervise the tasks of one origin. It has a checkpoint or a server.
 
     Attributes:
-      checkpoint: path of a workdir, one of its checkpoints/STEP or an HF folder.
+      checkpoint: path of a workdir, one of its checkpoints/STEP or an HF folder; "": the teacher has a server.
       origin: origin of the tasks; "" is any origin without a teacher of its own.
+      url: URL of a server with OpenAI's completions API (`trainers.teacher_client`); None: the teacher has a checkpoint.
+      key_file: file with the server's API key; None: it needs none.
     """
 
-    checkpoint: str
+    checkpoint: str = ""
     origin: str = ""
+    url: str | None = None
+    key_file: str | None = None
+
+    def __post_init__(self):
+        if bool(self.checkpoint) == (self.url is not None):
+            raise ValueError(
+                f"the teacher of {self.origin!r} has the checkpoint {self.checkpoint!r} and the url {self.url!r}; give one "
+                "of them"
+            )
 
 
 def adam_optimizer_config() -> OptimizerConfig:
@@ -85,6 +96,8 @@ class RlConfig(StageConfig):
       evaluation: evaluation on held-out tasks.
       mismatch: comparison of engine and learner before each update, with its limits.
       teachers: teachers by origin. With objective="rewards", the reference of `credit.kl_target`.
+      max_loaded_teachers: maximum number of teachers whose weights are on the learner's devices at once. The weights of
+        the others are read from their checkpoints in each step.
       length: tokens of a row, and maximum tokens of an attempt.
       rows: divisor of a batch's rows; the quotient is a power of two.
       reward_concurrency: maximum attempts that are judged at once.
@@ -103,6 +116,7 @@ class RlConfig(StageConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     mismatch: MismatchConfig = MismatchConfig()
     teachers: tuple[Teacher, ...] = ()
+    max_loaded_teachers: int = 8
     length: int = 65_536 + 4096  # a reply and its prompt; not disclosed
     rows: int = 8
     reward_concurrency: int = 64
@@ -111,11 +125,14 @@ class RlConfig(StageConfig):
     def __post_init__(self):
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; use one of {', '.join(OBJECTIVES)}")
-        if self.rows < 1 or self.reward_concurrency < 1 or self.sft_rows < 0:
-            raise ValueError(
-                f"rows is {self.rows}, reward_concurrency {self.reward_concurrency} and sft_rows {self.sft_rows}; use "
-                "at least 1, 1 and 0"
-            )
+        for name, minimum in (
+            ("rows", 1),
+            ("reward_concurrency", 1),
+            ("max_loaded_teachers", 1),
+            ("sft_rows", 0),
+        ):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} is {getattr(self, name)}; use at least {minimum}")
         has_reference = self.credit.kl_target == "reference"
         needs_teachers = self.objective == "teachers" or has_reference
         if needs_teachers != bool(self.teachers):
@@ -126,6 +143,12 @@ class RlConfig(StageConfig):
         origins = [teacher.origin for teacher in self.teachers]
         if len(set(origins)) < len(origins):
             raise ValueError(f"two teachers have one origin: {origins}; join them")
+        is_served = any(teacher.url is not None for teacher in self.teachers)
+        if is_served and self.policy.temperature != 1:
+            raise ValueError(
+                f"policy.temperature is {self.policy.temperature}, and servers score tokens at temperature 1; use 1, or "
+                "give the teachers' checkpoints"
+            )
         if has_reference and origins != [""]:
             raise ValueError(f'a reference has the origin "", not {origins}')
 
@@ -141,7 +164,7 @@ class RlConfig(StageConfig):
 
     @property
     def changeable_on_resume(self) -> tuple[str, ...]:
-        return *super().changeable_on_resume, "mismatch."
+        return *super().changeable_on_resume, "mismatch.", "max_loaded_teachers"
 
     @property
     def row_length(self) -> int:
@@ -159,8 +182,13 @@ class RlConfig(StageConfig):
         super().check_rows(region)
 
     @property
+    def has_engine_processes(self) -> bool:
+        """Returns whether engines run in processes of their own, and not in the trainer's."""
+        return False
+
+    @property
     def max_processes(self) -> int | None:
-        return 1  # the engine of the rollouts runs in the trainer's process
+        return None if self.has_engine_processes else 1
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -42,6 +42,18 @@ def machine_names() -> frozenset[str]:
     return frozenset({socket.gethostname().lower(), *full})
 
 
+def address_towards(url: str) -> str:
+    """Returns the address of this machine from which it reaches the host of a URL. Raises OSError if there is none."""
+    parts = urlsplit(url)
+    if parts.hostname is None:
+        raise ValueError(f"{url!r} is no URL; give one such as http://HOST:PORT")
+    target = parts.hostname, parts.port or 80
+    family, *_, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return probe.getsockname()[0]
+
+
 def is_address(name: str) -> bool:
     """Returns True if a host is an IP address, not a name."""
     try:

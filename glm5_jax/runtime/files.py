@@ -1,10 +1,11 @@
-"""Reads files from users: only regular files, of bounded size, and line by line.
+"""Reads files from users: only regular files, of bounded size, and line by line. Replaces text files atomically.
 
 A pipe or a device in place of a file would block a reader forever. A file or a line of gigabytes would use up the
 memory before an error could name it.
 """
 
 import os
+import pathlib
 import stat
 from collections.abc import Iterator
 from typing import IO, NamedTuple
@@ -58,6 +59,26 @@ def read_text(path: str | os.PathLike, max_bytes: int = MAX_TEXT_BYTES) -> str:
     if len(content) > max_bytes:
         raise ValueError(f"{path} has more than {max_bytes:,} bytes; give the file that was meant")
     return content.removeprefix(_BOM).decode("utf-8")
+
+
+def replace_text(path: str | os.PathLike, text: str) -> None:
+    """Writes a UTF-8 file. A kill, a power failure or a full disk leaves the old file, and no process reads half a text.
+
+    Raises OSError like `open`.
+    """
+    path = pathlib.Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(
+                file.fileno()
+            )  # some file systems would otherwise rename it before its contents are on disk
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_start(path: str | os.PathLike, max_bytes: int) -> bytes:

@@ -29,6 +29,7 @@ class FolderLock:
     def __init__(self, folder: str | os.PathLike):
         self._descriptor: int | None = None
         path = pathlib.Path(folder) / LOCK_FILE
+        self._path, self._created_folder = path, not path.parent.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         # A descriptor: an open file object that nobody closes is warned of, and a server may never be started.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -61,6 +62,12 @@ class FolderLock:
             self._descriptor = None
 
     __del__ = release
+
+    def remove_unused_folder(self) -> None:
+        """Removes the folder if this lock has created it and nothing else was written."""
+        if self._created_folder and os.listdir(self._path.parent) == [LOCK_FILE]:
+            self._path.unlink()
+            self._path.parent.rmdir()
 
     def _name_holder(self, descriptor: int) -> None:
         text = f"process {os.getpid()} of {os.uname().nodename}\n"

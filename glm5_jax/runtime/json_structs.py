@@ -68,6 +68,10 @@ class JsonStruct(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, **fields)
 
 
+# Names of ignored fields that are logged in the life of a process, each once. One body may have 50,000, which would fill
+# the disk of the log.
+MAX_IGNORED_LOGGED = 100
+ignored_paths: set[str] = set()
 _Message = TypeVar("_Message", bound=JsonStruct)
 _Prepare = Callable[[Any, str, bool], Any]
 
@@ -161,12 +165,9 @@ def _check_unread(
     is_empty = isinstance(value, str | list | dict) and not value
     if not (ignore_neutral and (value is None or value is False or is_empty)):
         raise _api_error(path, "no such field is known")
-    _log_ignored(path)
-
-
-@functools.lru_cache(maxsize=1000)  # so that each name is logged once
-def _log_ignored(path: str) -> None:
-    _log.warning("the field %r is unknown and ignored, because its value is neutral", path)
+    if path not in ignored_paths and len(ignored_paths) < MAX_IGNORED_LOGGED:
+        ignored_paths.add(path)
+        _log.warning("the field %r is unknown and ignored, because its value is neutral", path)
 
 
 def _prepare_items(

@@ -25,7 +25,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
-_WORD = re.compile(r"\{([a-z][a-z0-9_-]*(?:\.[a-z]+)?)\}")
+_WORD_NAME = r"[a-z][a-z0-9_-]*(?:\.[a-z]+)?"
+_WORD = re.compile(
+    rf"\{{(\{{)?({_WORD_NAME})\}}"
+)  # a second brace before it: no word, but a text in braces
 WORDS = ("python", "index", "host", "port", "ready", "distributed")
 SELF, SELF_URL = "self", "self.url"
 # Exit code of a program that stopped on a signal, has saved, and continues when restarted: EX_TEMPFAIL of sysexits.h.
@@ -166,7 +169,8 @@ class Role:
     @property
     def words(self) -> tuple[str, ...]:
         """The words in braces in argv."""
-        return tuple(word for text in self.argv for word in _WORD.findall(text))
+        matches = (match for text in self.argv for match in _WORD.findall(text))
+        return tuple(word for is_escaped, word in matches if not is_escaped)
 
     @property
     def serves(self) -> bool:
@@ -232,7 +236,17 @@ def topological_order(roles: Sequence[Role]) -> tuple[Role, ...]:
 
 def substitute_words(argv: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Returns argv with the words in braces replaced by their values."""
-    return [_WORD.sub(lambda match: values[match[1]], text) for text in argv]
+
+    def value(match: re.Match) -> str:
+        is_escaped, word = match.groups()
+        return f"{{{word}}}" if is_escaped else values[word]
+
+    return [_WORD.sub(value, text) for text in argv]
+
+
+def escape_words(text: str) -> str:
+    """Returns a text that `substitute_words` turns into the given one, although it may hold words in braces."""
+    return re.sub(rf"\{{(?={_WORD_NAME}\}})", "{{", text)
 
 
 def http_url(host: str, port: int) -> str:

@@ -3,7 +3,7 @@
 A `PipeWorker` is a process that replies to calls over its pipes, one JSON line each way; `serve` runs in the child. A call
 has a time limit and a reply a size limit. Killing the worker kills all processes that it started.
 
-A `ChildProcess` is a command that runs independently and writes a log.
+A `ChildProcess` is a command that runs independently and writes a log. `run_program` runs one to its end.
 
 On Linux the kernel kills both when their parent ends, however it ends and whatever they are computing.
 """
@@ -144,6 +144,35 @@ class PipeWorker:
         last = self._stderr.read(2**20) or b""
         text = (self._stderr_end + last)[-_STDERR_BYTES:].decode(errors="replace").strip()
         return ChildProcessError(f"{self._name} ended without an answer; it wrote:\n{text}")
+
+
+class ProgramError(OSError):
+    """Raised for a program that failed, is missing or did not end in time; the text names it and quotes its errors."""
+
+
+def run_program(
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    cwd: str | os.PathLike | None = None,
+) -> bytes:
+    """Runs a program to its end, without input, and returns its standard output. Raises ProgramError."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProgramError(f"{command[0]} had no end within {timeout_s:g} s") from None
+    except FileNotFoundError:
+        raise ProgramError(f"{command[0]} is not installed; install it") from None
+    if done.returncode:
+        end = done.stderr[-_STDERR_BYTES:].decode(errors="replace").strip()[-500:]
+        raise ProgramError(f"{' '.join(command)[:200]} ended with {done.returncode}: {end}")
+    return done.stdout
 
 
 class ChildProcess:

@@ -335,7 +335,8 @@ class _Replica:
                 "python": slot.python,
                 "index": str(self.index),
                 "host": slot.host,
-                "port": str(self._port),
+                # The other processes may be on the machine of the first one.
+                "port": str(self._port if process == 0 else 0),
                 "ready": slot.ready,
                 "distributed": f"{rendezvous},{role.hosts},{process}",
                 SELF_URL: http_url(first.host, self._port),

@@ -5,6 +5,7 @@ keys. So every program prints such text through `make_printable`: errors by `pri
 `runtime.console`, log messages after `clean_logging`.
 """
 
+import io
 import logging
 import sys
 import unicodedata
@@ -27,7 +28,14 @@ def print_error(error: object) -> None:
 
 
 def clean_logging() -> None:
-    """Makes messages of `logging` printable, unless another handler is configured."""
+    """Makes messages of `logging` printable, unless another handler is configured.
+
+    Characters that standard output and error cannot encode, as with PYTHONIOENCODING=ascii, are written as escapes, because
+    an error would end a run at its first sample.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableFormatter())
 

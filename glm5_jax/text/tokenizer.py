@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from glm5_jax.runtime.files import read_text
+from glm5_jax.runtime.files import read_text, replace_text
 from glm5_jax.text import layouts
 
 # In the order of their ids, the last ids of the vocabulary (154820... in the released models).
@@ -130,7 +130,7 @@ class Tokenizer:
         content, self._with_special = _read_definition(definition)
         # The library always parses added tokens in a text, so plain text is encoded by a copy without added tokens.
         # `encode_special_tokens` would not cover added tokens that are marked as not special.
-        added = content["added_tokens"]
+        added = content.get("added_tokens") or []
         plain = json.dumps({**content, "added_tokens": [], "post_processor": None})
         self._plain = tokenizers.Tokenizer.from_str(plain)
         for inner in (self._plain, self._with_special):
@@ -268,15 +268,16 @@ class Tokenizer:
         """
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self._definition, "utf-8")
+        replace_text(folder / "tokenizer.json", self._definition)
         config = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
-        (folder / "tokenizer_config.json").write_text(config, "utf-8")
+        replace_text(folder / "tokenizer_config.json", config)
         template = self.chat_template
         if template is None and set(SPECIAL_TOKENS) <= set(self.special_ids):
             template = layouts.template()
-        (folder / _TEMPLATE).unlink(missing_ok=True)
-        if template is not None:
-            (folder / _TEMPLATE).write_text(template, "utf-8")
+        if template is None:
+            (folder / _TEMPLATE).unlink(missing_ok=True)
+        else:
+            replace_text(folder / _TEMPLATE, template)
         for path in (folder / _MORE_TEMPLATES).glob("*.jinja"):
             path.unlink()
         for name, text in self.more_templates.items():
@@ -356,6 +357,7 @@ def _read_definition(definition: str) -> tuple[dict, tokenizers.Tokenizer]:
     """Returns the content of a tokenizer.json, and its tokenizer. Raises ValueError for any but a byte-level BPE."""
     try:
         content = json.loads(definition)
+        _check_affixes(content["model"])
         tokenizer = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # `tokenizers` raises bare Exception
         raise ValueError(f"not a tokenizer definition (tokenizer.json): {error}") from error
@@ -370,6 +372,16 @@ def _read_definition(definition: str) -> tuple[dict, tokenizers.Tokenizer]:
             f"the tokenizer has a normalizer of type {content['normalizer'].get('type')!r}; {_LOSSLESS}"
         )
     return content, tokenizer
+
+
+def _check_affixes(model: dict) -> None:
+    """Raises ValueError for a model whose tokens have a prefix or a suffix, as those of byte-level BPE never have.
+
+    `tokenizers` cuts the bytes of a prefix off each merge, and ends the process if that cuts a letter in two.
+    """
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise ValueError(f"model.{name} is {model[name]!r:.60}; byte-level BPE has none")
 
 
 def _bytes_by_id(

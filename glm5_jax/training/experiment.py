@@ -6,7 +6,6 @@ the run starts (runtime/config_flags.py). The workdir stores the resolved values
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
@@ -15,6 +14,7 @@ from glm5_jax import presets
 from glm5_jax.config import ModelConfig
 from glm5_jax.parallel.mesh import Region, check_batch
 from glm5_jax.runtime.config_fields import unknown_variant
+from glm5_jax.runtime.files import replace_text
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.loss import TokenLoss
 from glm5_jax.training.optimizer import OptimizerConfig
@@ -59,8 +59,10 @@ class StageConfig:
       step: options of a train step.
       train: length of the run and its intervals.
       seed: seed of new weights and of sampling.
-      checkpoint: initial weights: a workdir, one of its checkpoints/STEP or a HuggingFace folder; None: random weights.
+      checkpoint: initial weights: a workdir, one of its checkpoints/STEP, a HuggingFace folder, or owner/name[@revision] of the
+        hub; None: random weights.
       requires_checkpoint: whether the stage makes no sense on random weights.
+      requires_data: whether the stage refuses to start without data of the user, that is on shipped and generated data only.
       may_differ: patterns of weights that only the checkpoint or only the model may have: the model's are drawn, the
         checkpoint's are dropped. ("indexer",) adds indexers to a dense model. Also patterns of model fields that may
         differ although they change what weights compute: ("rope_theta",).
@@ -79,6 +81,7 @@ class StageConfig:
     seed: int = 0
     checkpoint: str | None = None
     requires_checkpoint: bool = False
+    requires_data: bool = False
     may_differ: tuple[str, ...] = ()
     model_of_checkpoint: bool = False
 
@@ -108,6 +111,19 @@ class StageConfig:
     def check_rows(self, region: Region) -> None:
         """Raises ValueError if the devices of a region cannot shard the batches."""
         check_batch(self.first_batch_rows, self.row_length, region)
+
+    @property
+    def data_example(self) -> str:
+        """Returns an example of the flag that adds data of the user; empty if the config has such data, or takes none."""
+        return ""
+
+    def check_data(self) -> None:
+        """Raises ValueError, with the flag to give, if `requires_data` is set and the config has no data of the user."""
+        if self.requires_data and (example := self.data_example):
+            raise ValueError(
+                f"{self.name} has only the small data sets of this repository; give yours, as in --experiment.{example} "
+                "(or --experiment.requires_data=false)"
+            )
 
     @property
     def max_processes(self) -> int | None:
@@ -146,6 +162,7 @@ class StageConfig:
         raise NotImplementedError
 
 
+CONFIG = "config.json"  # in the workdir
 Config = TypeVar("Config")
 
 _CHANGEABLE_ON_RESUME = (
@@ -153,6 +170,7 @@ _CHANGEABLE_ON_RESUME = (
     "mesh.",
     "train.",
     "sample.",
+    "requires_data",
     "data.num_threads",
     "data.prefetch_documents",
     "step.rows_per_device",
@@ -193,11 +211,9 @@ def choose(
 
 def write_config(workdir, config) -> None:
     """Writes `config.json` of a workdir atomically."""
-    path = pathlib.Path(workdir) / "config.json"
+    path = pathlib.Path(workdir) / CONFIG
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(dataclasses.asdict(config), indent=1) + "\n")
 
 
 def check_resume(workdir, config) -> None:
@@ -205,7 +221,7 @@ def check_resume(workdir, config) -> None:
 
     Steps, intervals, mesh and options that only affect time or memory may differ.
     """
-    path = pathlib.Path(workdir) / "config.json"
+    path = pathlib.Path(workdir) / CONFIG
     if not path.exists():
         return
     try:

@@ -32,6 +32,7 @@ class TrainConfig:
       baseline_tokens: maximum tokens of training text that the n-gram baselines count.
       max_skipped: maximum number of steps without an update because of NaN or Inf, in total.
       max_consecutive_skipped: maximum number of such steps in a row.
+      sinks: further sinks of the metrics: "wandb", or MODULE:NAME of the user (metrics/sinks.py).
     """
 
     steps: int | None = None
@@ -44,13 +45,14 @@ class TrainConfig:
     baseline_tokens: int = 2**24
     max_skipped: int = 100
     max_consecutive_skipped: int = 10
+    sinks: tuple[str, ...] = ()
 
     def __post_init__(self):
         positive = ("steps", "log_interval", "keep", "eval_batches", "baseline_tokens")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             minimum = 1 if field.name in positive else 0
-            if value is not None and value < minimum:
+            if isinstance(value, int) and value < minimum:
                 raise ValueError(f"{field.name} is {value}; it must be at least {minimum}")
 
 
@@ -65,10 +67,25 @@ def resume(
         return initialise(), Counters()
     try:
         state, data, meta = store.restore(abstract)
+        counters = _read_counters(meta)
     except ValueError as error:
         raise TrainingStopped(str(error)) from error
     loader.restore(data)
-    return state, Counters(**meta["counters"])
+    return state, counters
+
+
+def _read_counters(meta: dict) -> Counters:
+    """Returns the counters in a checkpoint's meta. Raises ValueError if there are others, or none."""
+    try:
+        counters = Counters(**meta["counters"])
+        if all(type(value) is int and value >= 0 for value in dataclasses.astuple(counters)):
+            return counters
+    except (LookupError, TypeError):
+        pass
+    raise ValueError(
+        f"the newest checkpoint is damaged (its meta is {meta!r:.200}, without the counters of a run); move it to another "
+        "folder, and the same command resumes from the previous one"
+    )
 
 
 def train(
@@ -85,6 +102,7 @@ def train(
     evaluate: Callable[[dict, int], dict[str, float]] | None = None,
     evaluate_first: bool = False,
     sample: Callable[[dict, int], str] | None = None,
+    export: Callable[[dict], None] = lambda state: None,
     stop: PreemptionGuard | bool = False,
 ) -> dict:
     """Trains up to step `steps`, or until `stop` becomes true. Returns the last state, which is saved.
@@ -98,23 +116,26 @@ def train(
       evaluate: evaluate(state, n) -> numbers to record after n steps; None: no evaluation.
       evaluate_first: whether to evaluate before the first step too.
       sample: sample(state, n) -> text to print after n steps; None: no samples.
+      export: export(state) writes other files of a state, before each checkpoint. So they are there if a checkpoint is.
 
     Raises, with the last good checkpoint in the message:
       Diverged: too many steps were skipped.
       TrainingStopped: the data cannot be read, or the disk is full.
       SaveError: a checkpoint cannot be written.
     """
-    done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
-    saved = done
+    done, seen = int(state["step"]), recorder.counters.tokens
+    saved, stopping = done, multihost.any_process(stop)
 
     def save() -> None:
         recorder.flush()  # a checkpoint's rows are on disk before the checkpoint is
+        export(state)
         store.save(state, loader.state(), {"counters": dataclasses.asdict(recorder.counters)})
 
     try:
-        if evaluate and evaluate_first:
+        if evaluate and evaluate_first and not stopping:
             recorder.note(done, evaluate(state, done))
             recorder.restart_clock()
+            stopping = multihost.any_process(stop)
         while done < steps and not stopping:
             rows = _next(loader, batch_size(seen), done)
             if rows is None:
@@ -131,15 +152,16 @@ def train(
             last = done == steps
             evaluating = last or _is_due(done, config.eval_interval)
             sampling = last or _is_due(done, config.sample_interval)
-            saving = last or stopping or _is_due(done, config.save_interval)
-            if not ((evaluate and evaluating) or (sample and sampling) or saving):
+            saving = last or _is_due(done, config.save_interval)
+            if not ((evaluate and evaluating) or (sample and sampling) or saving or stopping):
                 continue
             recorder.settle()
             if evaluate and evaluating:
                 recorder.note(done, evaluate(state, done))
+                stopping = stopping or multihost.any_process(stop)
             if sample and sampling:
                 recorder.print(sample(state, done))
-            if saving:
+            if saving or stopping:
                 save()
                 saved = done
             recorder.restart_clock()
@@ -153,6 +175,7 @@ def train(
     except OSError as error:
         if not is_disk_full(error):
             raise
+        store.wait()
         raise TrainingStopped(f"step {done}: the disk is full; {store.last_good}") from error
     return state
 

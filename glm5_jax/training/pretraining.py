@@ -10,6 +10,7 @@ from glm5_jax.data.loader import Batch, Loader
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.model.generate import generate
 from glm5_jax.parallel.mesh import BATCH_AXES, Region
+from glm5_jax.runtime.files import replace_text
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report
@@ -86,6 +87,13 @@ class ExperimentConfig(StageConfig):
     @property
     def chat_variant(self) -> str | None:
         return self.data.chat_variant
+
+    @property
+    def data_example(self) -> str:
+        if self.data.has_user_files:
+            return ""
+        texts, chats = "{'kind': 'jsonl', 'path': 'texts/*.jsonl'}", "{'chats': 'chats/*.jsonl'}"
+        return f'data.sources="[{chats if self.chat_variant else texts}]"'
 
     def make_stage(self, workdir, evaluator=None, previous_stage=None, **options):
         return Pretraining(self, workdir, evaluator, previous_stage=previous_stage, **options)
@@ -199,7 +207,7 @@ class Pretraining(Stage[ExperimentConfig]):
         text = "\n\n".join(texts)
         folder = self.workdir / SAMPLES
         folder.mkdir(exist_ok=True)
-        (folder / f"{step}.txt").write_text(text)
+        replace_text(folder / f"{step}.txt", text)
         return f"--- sample at step {step} ---\n{text}\n---"
 
     def _prompts(self) -> list[tuple[str, list[int]]]:

@@ -1,7 +1,7 @@
 """Report of a run: a `Summary` of its workdir, and one self-contained page with plots.
 
-Both are derived from `config.json`, `metrics.jsonl` and `samples/` only, so `write_page(workdir)` can make
-them again at any time.
+Both are derived from `config.json`, `metrics.jsonl`, `starts.jsonl` and `samples/` only, so `write_page(workdir)` can
+make them again at any time.
 """
 
 import dataclasses
@@ -15,10 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from glm5_jax.metrics import charts, html_page
+from glm5_jax.metrics.jsonl import append_lines, read_objects
 from glm5_jax.metrics.metrics_log import column, last_value, read
 from glm5_jax.runtime.utilization import read_utilization
 
 PAGE = pathlib.Path("report") / "index.html"
+STARTS = "starts.jsonl"
 HELD_OUT = "held_out/bits_per_byte"
 REWARD, HELD_OUT_REWARD = "reward/mean", "held_out/reward"
 BASELINE_TOKENS = "baseline/tokens"
@@ -87,6 +89,11 @@ def summarise(workdir) -> Summary:
     )
 
 
+def note_start(workdir, **facts: str) -> None:
+    """Appends the facts of a start of the run (time, command, versions, devices) to the workdir, for the page."""
+    append_lines(pathlib.Path(workdir) / STARTS, json.dumps(facts).encode() + b"\n")
+
+
 def write_page(workdir) -> pathlib.Path:
     """Writes `report/index.html` of a workdir and returns its path."""
     workdir = pathlib.Path(workdir)
@@ -97,6 +104,7 @@ def write_page(workdir) -> pathlib.Path:
         _tiles(summary),
         html_page.chart_section(_charts(rows, model)),
         _programs(workdir),
+        _start_section(workdir / STARTS),
         _sample_section(_samples(workdir)),
         _config_section(config),
     ]
@@ -116,7 +124,7 @@ def _baselines(rows: list[dict]) -> dict[str, float]:
 
 def _samples(workdir: pathlib.Path) -> list[tuple[int, str]]:
     files = (workdir / "samples").glob("*.txt")
-    return sorted((int(f.stem), f.read_text()) for f in files if f.stem.isdigit())
+    return sorted((int(f.stem), f.read_text("utf-8")) for f in files if f.stem.isdigit())
 
 
 def _model_line(model: dict) -> str:
@@ -317,6 +325,16 @@ def _sample_section(samples: list[tuple[int, str]]) -> str:
         for step, text in reversed(samples)
     )
     return html_page.section("Samples", "".join(items))
+
+
+def _start_section(file: pathlib.Path) -> str:
+    """Returns the section with a table of the run's starts, the newest first."""
+    starts = list(read_objects(file)) if file.exists() else []
+    if not starts:
+        return ""
+    names = list(dict.fromkeys(name for start in starts for name in start))
+    lines = [[str(start.get(name, "")) for name in names] for start in reversed(starts)]
+    return html_page.section("Starts", html_page.text_table([names, *lines]))
 
 
 def _config_section(config: dict) -> str:

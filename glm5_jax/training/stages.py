@@ -2,20 +2,27 @@
 
 import contextlib
 import dataclasses
+import errno
+import json
 import os
 import pathlib
+import shlex
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import Float, PyTree
 
 from glm5_jax.checkpoint import models, store
 from glm5_jax.checkpoint.peft_adapters import check_targets, save_adapter
-from glm5_jax.data.loader import Batch
+from glm5_jax.data.loader import Batch, take_rows
 from glm5_jax.metrics.metrics_log import MetricsLog, column, read
+from glm5_jax.metrics.sinks import RunInfo, check_sinks, open_sinks
 from glm5_jax.model import glm5, lora
 from glm5_jax.model.ablations.convert import add_missing_weights
 from glm5_jax.parallel import multihost
@@ -27,13 +34,15 @@ from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.text.layouts import template
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
-from glm5_jax.training.experiment import StageConfig, check_resume, write_config
+from glm5_jax.training.experiment import CONFIG, StageConfig, check_resume, write_config
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from glm5_jax.training.schedule import make_schedule
 from glm5_jax.training.step import Step, make_step
 from glm5_jax.training.step_flops import model_flops
 
 SAMPLES, ADAPTER = "samples", "adapter"
+_REPORT_SHARE = 0.02  # of a run's time, at most, that its reports before the last one take
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -87,6 +96,7 @@ class Stage(Generic[Config]):
         previous_stage: "Stage | None" = None,
     ):
         self.workdir = pathlib.Path(workdir)
+        self._next_report_at = 0.0  # seconds of time.monotonic
         if self.workdir.exists() and not self.workdir.is_dir():
             raise ValueError(f"workdir {workdir} is a file; give a folder, or a new path")
         config = _with_checkpoint_model(config, self.workdir, previous_stage)
@@ -95,6 +105,11 @@ class Stage(Generic[Config]):
         if config.chat_variant:
             self.tokenizer = self.tokenizer.with_chat_template(template(config.chat_variant))
         if store.latest_step(workdir) is not None:
+            if not (self.workdir / CONFIG).exists():
+                raise ValueError(
+                    f"{workdir} has checkpoints and no {CONFIG}, so that their configuration is unknown; copy it too, or use "
+                    "another --workdir"
+                )
             check_resume(workdir, config)
         mesh = make_mesh(dataclasses.asdict(config.mesh), expert_slices=config.step.expert_slices)
         self._mesh = mesh if mesh.size > 1 else None
@@ -108,6 +123,8 @@ class Stage(Generic[Config]):
                 f"{config.name} starts from trained weights; give --experiment.checkpoint=PATH, "
                 "a workdir, one of its checkpoints/STEP or an HF folder (or --experiment.requires_checkpoint=false for random ones)"
             )
+        config.check_data()
+        check_sinks(config.train.sinks)
         config.model.check_length(config.row_length)
         config.check_rows(self._region)
         if config.model.lora.rank:
@@ -145,21 +162,38 @@ class Stage(Generic[Config]):
         """Returns True if the workdir's newest checkpoint is that of the last step."""
         return self.saved_step >= self.config.steps
 
+    def score(self, params: PyTree, batch: Batch) -> Float[np.ndarray, "b t"]:
+        """Returns the scores of a batch's tokens by `Step.score`.
+
+        In a pod every process gives the same batch, and gets all scores.
+        """
+        rows = self._place(take_rows(batch, self._group, self._num_groups))
+        return multihost.fetch_array(self._step.score(params, rows))
+
     def run(self) -> report.Summary:
         """Trains to the end, or until a signal (`PreemptionGuard`), and writes the report.
 
         A finished run only returns its summary. Raises TrainingStopped and SaveError as `loop.train` does.
         """
         finished = self.is_finished
-        if not finished:
-            with PreemptionGuard() as stop:
-                before = stop.unsaved
-                try:
-                    self._train(stop)
-                finally:
-                    stop.unsaved = before
-        if jax.process_index() == 0 and not (finished and (self.workdir / report.PAGE).exists()):
-            report.write_page(self.workdir)
+        try:
+            if not finished:
+                with PreemptionGuard() as stop:
+                    before = stop.unsaved
+                    try:
+                        self._train(stop)
+                    finally:
+                        stop.unsaved = before
+            is_current = finished and (self.workdir / report.PAGE).exists()
+            if jax.process_index() == 0 and not is_current:
+                report.write_page(self.workdir)
+        except OSError as error:
+            if not (store.is_disk_full(error) or error.errno in _NOT_WRITABLE):
+                raise
+            raise TrainingStopped(
+                f"{error.filename or 'a file of the run, or its output,'} cannot be written ({error.strerror or error}); "
+                f"{store.last_good(self.workdir)}; free some space, or give the rights, and run the same command to resume"
+            ) from error
         return report.summarise(self.workdir)
 
     def _check(self) -> None:
@@ -213,8 +247,9 @@ class Stage(Generic[Config]):
                 checkpoints, self._step.abstract, self._initialise, self._source
             )
             done = int(state["step"])
-            multihost.run_on_first(lambda: self._write_inputs(is_new=not done))
-            log = stack.enter_context(MetricsLog(log_dir, done))
+            multihost.run_on_first(lambda: self._write_inputs(done))
+            sinks = open_sinks(config.train.sinks, self._describe_run(done)) if first else ()
+            log = stack.enter_context(MetricsLog(log_dir, done, sinks))
             progress = stack.enter_context(ProgressBar(config.steps, done, stream=screen))
             progress.print(self._headline(done))
             self._begin(state)
@@ -246,7 +281,7 @@ class Stage(Generic[Config]):
                 flops_per_token=model_flops(config, self._step),
                 peak_flops=_peak_flops(),
             )
-            state = loop.train(
+            loop.train(
                 config.train,
                 config.steps,
                 step=update,
@@ -260,23 +295,66 @@ class Stage(Generic[Config]):
                 # The report compares a stage's result with its initial weights.
                 evaluate_first=not done and self._initial_weights is not None,
                 sample=self._sampler(),
+                export=self._write_outputs,
                 stop=stop,
             )
-            if config.model.lora.rank:
-                self._save_adapter(state)
 
-    def _save_adapter(self, state: dict) -> None:
+    def _describe_run(self, done: int) -> RunInfo:
+        """Returns the description of this run, which resumes after `done` steps, for sinks of metrics."""
+        fields = json.loads(json.dumps(dataclasses.asdict(self.config)))
+        return RunInfo(name=self.config.name, workdir=self.workdir, config=fields, step=done)
+
+    def _write_outputs(self, state: dict) -> None:
+        """Writes what a checkpoint comes with: adapters of the state, and the report of the steps so far."""
+        self._export(state)
+        multihost.run_on_first(self._write_live_report)
+
+    def _write_live_report(self) -> None:
+        """Writes the report, unless the devices would wait too often for it."""
+        began = time.monotonic()
+        if began >= self._next_report_at:
+            report.write_page(self.workdir)
+            ended = time.monotonic()
+            self._next_report_at = ended + (ended - began) / _REPORT_SHARE
+
+    def _export(self, state: dict) -> None:
         """Writes the adapters of a state into the workdir's `ADAPTER`, in PEFT's form, in place of older ones."""
-        folder = self.workdir / ADAPTER
-        multihost.run_on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-        save_adapter(state["params"], self.config.model, folder, base=self.config.checkpoint)
+        if not self.config.model.lora.rank:
+            return
+        folder, new = self.workdir / ADAPTER, self.workdir / f"{ADAPTER}.new"
 
-    def _write_inputs(self, is_new: bool) -> None:
-        """Writes the config and the tokenizer into the workdir. is_new: whether no step has run yet."""
+        def clean():
+            for old in (new, *self.workdir.glob(f".{new.name}.*.partial")):  # of a killed process
+                shutil.rmtree(old, ignore_errors=True)
+
+        def replace():
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(new, folder)
+
+        # The old adapter stays until the new one is complete, because the disk may be full.
+        multihost.run_on_first(clean)
+        save_adapter(state["params"], self.config.model, new, base=self.config.checkpoint)
+        multihost.run_on_first(replace)
+
+    def _write_inputs(self, done: int) -> None:
+        """Writes config, tokenizer and the facts of this start, after `done` steps, into the workdir."""
         write_config(self.workdir, self.config)
         self.tokenizer.save(self.workdir / "tokenizer")
-        if is_new:
+        if not done:
             shutil.rmtree(self.workdir / SAMPLES, ignore_errors=True)
+            (self.workdir / report.STARTS).unlink(missing_ok=True)
+        model = self.config.model
+        report.note_start(
+            self.workdir,
+            time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            step=str(done),
+            command=shlex.join(sys.argv),
+            jax=jax.__version__,
+            devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            processes=str(jax.process_count()),
+            parameters=f"{model.num_stored_parameters:,}",
+            active=f"{model.num_active_parameters:,}",
+        )
 
     def _place(self, batch: Batch) -> Batch:
         """Puts a batch, of which this process holds some rows, onto the devices."""

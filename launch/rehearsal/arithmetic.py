@@ -16,12 +16,12 @@ from glm5_jax.inference.request import EngineConfig
 from glm5_jax.parallel.mesh import AXES, BATCH_AXES, Region, resolve
 from glm5_jax.rl.config import RlConfig
 from glm5_jax.rl.programs.cluster import ENGINE, TRAIN
-from glm5_jax.rl.programs.trainer import NETWORK, AgenticRlConfig
+from glm5_jax.rl.programs.trainer import NETWORK
 from glm5_jax.runtime.placement import Role
 from glm5_jax.training.experiment import StageConfig
-from glm5_jax.training.pretraining import ExperimentConfig
 from launch.pods import TORUS
 from launch.rehearsal import memory
+from launch.rehearsal.push_cost import MAX_DURATION_S, describe_push, push_cost
 from pallas_kernels.chips import CHIPS
 
 ERROR, NOTE = "error", "note"
@@ -102,12 +102,12 @@ def check_meshes(config: Any, cluster: Cluster) -> Iterator[PlanFinding]:
 
     launch/run_plan.py checks those of one stage of training.
     """
-    if not isinstance(config, AgenticRlConfig):
+    if not getattr(config, "has_engine_processes", False):
         return
     shape = config.cluster
     for role, mesh, chips in (
         (TRAIN, config.mesh, shape.hosts * shape.devices),
-        (ENGINE, shape.engine_mesh, shape.engine_devices),
+        (ENGINE, shape.engine_mesh, shape.engine_hosts * shape.engine_devices),
     ):
         try:
             sizes = resolve(dataclasses.asdict(mesh), num_devices(chips, cluster.chip))
@@ -151,7 +151,9 @@ def check_addresses(
         if count > 1:
             yield PlanFinding(ERROR, "addresses", address, f"{count} servers listen at {address}")
     for name, words in commands.items():
-        for host, port in (match for word in words for match in _URL.findall(word)):
+        # Other fields of an experiment may name servers outside of the run, such as a judge.
+        addresses = [w for w in words if not w.startswith("--experiment.") or ".program." in w]
+        for host, port in (match for word in addresses for match in _URL.findall(word)):
             if f"{host}:{port}" not in servers:
                 text = f"its command names http://{host}:{port}, where no role listens"
                 yield PlanFinding(ERROR, "addresses", name, text)
@@ -192,11 +194,10 @@ def paths_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 def check_inputs(config: Any) -> Iterator[PlanFinding]:
     """Yields inputs that the recipe leaves to the user and that are missing."""
     for name, stage in stages_of(config):
-        if isinstance(stage, ExperimentConfig) and not any(paths_of(stage.data)):
-            text = (
-                f"{stage.name} reads only texts of this repository; give --experiment.data.sources"
-            )
-            yield PlanFinding(NOTE, "inputs", name or TRAIN, text)
+        try:
+            stage.check_data()
+        except ValueError as error:
+            yield PlanFinding(ERROR, "inputs", name or TRAIN, str(error))
         is_first = not name or name == "pretrain"
         if is_first and stage.requires_checkpoint and stage.checkpoint is None:
             text = f"{stage.name} starts from trained weights; give --experiment.checkpoint=PATH"
@@ -240,12 +241,14 @@ def _uses(
         label = name or role.name
         try:
             yield label, memory.train_memory(stage, chip, devices)
-            if isinstance(stage, AgenticRlConfig) and ENGINE in by_name:
-                mesh = stage.cluster.engine_mesh
-                count = num_devices(by_name[ENGINE].devices, chip)
-                options = stage.model, stage.engine, mesh, chip, count, is_quantised(stage)
+            if isinstance(stage, RlConfig) and stage.has_engine_processes and ENGINE in by_name:
+                recipe: Any = stage  # of a class with a `cluster`
+                engine = by_name[ENGINE]
+                count = num_devices(engine.hosts * engine.devices, chip)
+                mesh, quantised = recipe.cluster.engine_mesh, is_quantised(recipe)
+                options = recipe.model, recipe.engine, mesh, chip, count, quantised
                 yield ENGINE, memory.engine_memory("engine", *options)
-            elif isinstance(stage, RlConfig):
+            elif isinstance(stage, RlConfig) and not stage.has_engine_processes:
                 options = stage.model, _engine_of(stage), stage.mesh, chip, devices, False
                 yield label, memory.engine_memory("engine on these devices", *options)
         except ValueError:
@@ -257,7 +260,7 @@ def _engine_of(stage: RlConfig) -> EngineConfig:
     return dataclasses.replace(stage.engine, max_length=stage.engine.max_length or stage.length)
 
 
-def is_quantised(config: AgenticRlConfig) -> bool:
+def is_quantised(config: Any) -> bool:
     """Returns whether engines serve quantised weights: as the checkpoint says, or assumed of one that is not here."""
     if config.served_checkpoint is None:
         return False
@@ -269,19 +272,20 @@ def is_quantised(config: AgenticRlConfig) -> bool:
 
 def check_push(config: Any, cluster: Cluster) -> Iterator[PlanFinding]:
     """Yields the cost of a push of weights, and hosts whose memory it exceeds."""
-    if not isinstance(config, AgenticRlConfig) or cluster.chip is None:
+    if not getattr(config, "has_engine_processes", False) or cluster.chip is None:
         return
-    cost = memory.push_cost(config.model, config.cluster.engines, cluster.chip)
-    size = cost.weight_bytes / GB
+    try:
+        cost = push_cost(config, cluster.chip, is_quantised(config))
+    except ValueError:
+        return  # check_meshes reports it
     if config.transport == NETWORK:
-        seconds = "?" if cost.duration_s is None else f"{cost.duration_s:,.0f}"
-        text = (
-            f"{size:,.0f} GB to each of {cost.num_engines} engines from one process: "
-            f"{cost.sent_bytes / GB:,.0f} GB, at least {seconds} s"
-        )
-        yield PlanFinding(NOTE, "push", TRAIN, text)
+        yield PlanFinding(NOTE, "push", TRAIN, describe_push(cost))
+        if cost.duration_s is not None and cost.duration_s > MAX_DURATION_S:
+            text = f"a push takes {cost.duration_s:,.0f} s and should take at most {MAX_DURATION_S:.0f} s; use more hosts"
+            yield PlanFinding(NOTE, "push", TRAIN, text)
     limit = config.cluster.engine_memory or cluster.host_memory_gib
-    if config.transport == NETWORK and limit and cost.weight_bytes > limit * 2**30:
+    if config.transport == NETWORK and limit and cost.received_bytes > limit * 2**30:
+        size = cost.received_bytes / GB
         text = f"an engine's host holds {size:,.0f} GB during a push and has {limit} GiB; use transport=storage"
         yield PlanFinding(ERROR, "push", ENGINE, text)
 

@@ -10,7 +10,6 @@ from experiments import quantise
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.programs.trainer import AgenticRlConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from launch.rehearsal.arithmetic import is_quantised, stages_of
 
@@ -24,12 +23,14 @@ def write(config: Any, model: ModelConfig, folder: pathlib.Path) -> tuple[str | 
     model of its stages. Raises ValueError if the model cannot be quantised.
     """
     stages = [stage for _, stage in stages_of(config)]
-    has_checkpoint = any(stage.checkpoint is not None for stage in stages)
+    has_checkpoint = any(one.checkpoint is not None for one in stages or [config])
     if not has_checkpoint and not any(getattr(stage, "teachers", ()) for stage in stages):
         return None, None
     checkpoint, served = folder / "checkpoint", folder / "served"
     _save(model, checkpoint)
-    if not any(isinstance(stage, AgenticRlConfig) and is_quantised(stage) for stage in stages):
+    if not any(
+        getattr(stage, "has_engine_processes", False) and is_quantised(stage) for stage in stages
+    ):
         return str(checkpoint), str(checkpoint)
     if quantise.main([str(checkpoint), str(served), "--plain", f"--group={GROUP}"]):
         raise ValueError(f"{checkpoint} could not be quantised")

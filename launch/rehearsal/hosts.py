@@ -7,6 +7,7 @@ namespace for each host. Every host has all ports to itself, and finds the other
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ _NETWORK, _BRIDGE = "10.77.{}.{}", "rehearsal"
 
 
 def enter_namespaces(argv: Sequence[str]) -> None:
-    """Starts `python ARGV` in new namespaces in place of this program; returns if it already runs in them.
+    """Runs `python ARGV` in new namespaces and exits with its code; returns if this program already runs in them.
 
-    The processes of the namespaces are killed with the program. Raises ValueError if this machine does not allow it.
+    The processes of the namespaces are killed with the program, also by SIGTERM. Raises ValueError if this machine does
+    not allow it.
     """
     if os.environ.get(_INSIDE):
         return
@@ -28,8 +30,13 @@ def enter_namespaces(argv: Sequence[str]) -> None:
     # Proxies are outside of the namespaces.
     environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     environment |= {_INSIDE: "1", "PATH": _search_path(), "JAX_PLATFORMS": "cpu"}
-    command = _namespace_command()
-    os.execvpe(command[0], [*command, sys.executable, *argv], environment)
+    command = [*_namespace_command(), sys.executable, *argv]
+    with subprocess.Popen(command, env=environment) as child:
+        # unshare ignores SIGTERM, and its end kills all. Ctrl-C reaches the program inside too, which then ends.
+        signal.signal(signal.SIGTERM, lambda number, frame: child.kill())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = child.wait()
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def missing_support() -> str | None:

@@ -1,17 +1,21 @@
 """Runs a job on emulated hosts through the parts of a rehearsal: two steps, a stop of everything, and two more steps."""
 
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from glm5_jax.checkpoint.store import latest_step
+from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.metrics import metrics_log
+from glm5_jax.runtime.client import is_healthy
 from launch.rehearsal.substitution import Rehearsal
 
 STEPS = 2  # of each of the two parts of the run
 TAIL_LINES = 30  # of a log in an error
+HEALTH_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.2
 
 
@@ -121,6 +125,40 @@ def run_parts(
     ended = time.monotonic()
     print(f"{ended - stopped:.0f} s until step {last}, from the checkpoint", flush=True)
     return Times(stepped - began, stopped - stepped, ended - stopped)
+
+
+def run_server_parts(job: Job, url: str, timeout_s: float) -> Times:
+    """Waits for a reply of the server at `url`, stops everything, and waits for a reply of the restarted server.
+
+    timeout_s: time limit of each part, in seconds. Raises RehearsalFailed.
+    """
+    began = time.monotonic()
+    job.start()
+    _wait_for_reply(job, url, timeout_s)
+    replied = time.monotonic()
+    print(f"{replied - began:.0f} s until a reply; SIGTERM to all", flush=True)
+    job.request_stop()
+    _wait_for_end(job, timeout_s)
+    if problems := job.stop_problems():
+        raise RehearsalFailed("; ".join(problems))
+    stopped = time.monotonic()
+    print(f"{stopped - replied:.0f} s until all had stopped", flush=True)
+    job.start()
+    _wait_for_reply(job, url, timeout_s)
+    ended = time.monotonic()
+    print(f"{ended - stopped:.0f} s until another reply", flush=True)
+    return Times(replied - began, stopped - replied, ended - stopped)
+
+
+def _wait_for_reply(job: Job, url: str, timeout_s: float) -> None:
+    """Waits until a server is healthy, and requests some tokens. Raises RehearsalFailed."""
+    _wait(job, lambda: is_healthy(f"{url}/health", HEALTH_TIMEOUT_S), timeout_s, f"{url}/health")
+    body = json.dumps({"prompt": "a", "max_tokens": 4}).encode()
+    try:
+        with Client(url, timeout_s=timeout_s, direct=True).open("/v1/completions", body) as reply:
+            json.load(reply)
+    except (ServerError, OSError, ValueError) as error:
+        raise RehearsalFailed(f"{url} does not answer: {error}") from error
 
 
 def _wait(job: Job, is_done: Callable[[], bool], timeout_s: float, goal: str) -> None:

@@ -26,12 +26,11 @@ from glm5_jax.runtime.process import ChildProcess
 from launch import gke, local
 from launch.rehearsal import VARIABLE
 from launch.rehearsal.hosts import EmulatedHosts
-from launch.rehearsal.job import Death
+from launch.rehearsal.job import HEALTH_TIMEOUT_S, Death
 
 _VARIABLE = re.compile(r"\$\$|\$\((\w+)\)")
 # Variables that the image sets, and that of the rehearsal.
 _OF_IMAGE = ("HOME", "LANG", "TMPDIR", "XLA_FLAGS", VARIABLE)
-HEALTH_TIMEOUT_S = 5.0
 FAILED = 1  # exit code of a set that has failed
 
 
@@ -161,7 +160,7 @@ class JobSetRun:
         self._num_restarts = 0
         self._ready: set[str] = set()
         self._is_stopping, self._stop_began = False, 0.0
-        self._has_failed = False
+        self._end_code: int | None = None
         self.deaths: list[Death] = []
         # The image has this repository's Python as python3.
         commands = folder / "commands"
@@ -179,14 +178,15 @@ class JobSetRun:
         self.kill()
         self._processes, self._num_failures, self._is_stopping = {}, {}, False
         self._ready.clear()
+        self._end_code = None
 
     def poll(self) -> int | None:
         """Starts pods whose turn it is, applies the rules to those that have failed, and returns the set's exit code.
 
         None: the set runs.
         """
-        if self._has_failed:
-            return FAILED
+        if self._end_code is not None:
+            return self._end_code
         if self._is_stopping:
             return self._poll_stopping()
         for pod in self._pods:
@@ -194,11 +194,12 @@ class JobSetRun:
             code = None if process is None else process.exit_code()
             if code:
                 self._handle_failure(pod, code)
-                return FAILED if self._has_failed else None
+                return self._end_code
         targets = [pod for pod in self._pods if pod.role in self._targets]
         ended = [self._processes.get(pod.name) for pod in targets]
         if targets and all(process and process.exit_code() == 0 for process in ended):
             self.kill()
+            self._end_code = 0
             return 0
         self._start_ready_jobs()
         return None
@@ -257,7 +258,7 @@ class JobSetRun:
             self._num_restarts += 1
         if self._num_restarts > self._max_restarts:
             self.kill()
-            self._has_failed = True
+            self._end_code = FAILED
             return
         self.start()
 

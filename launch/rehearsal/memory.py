@@ -1,4 +1,4 @@
-"""Memory of a run at its real size: bytes of a device and of a host, and the cost of a push of weights.
+"""Memory of a run at its real size: bytes of a device.
 
 Nothing is compiled. State and cache are counted from shapes with shardings. If experiments/layouts.jsonl has a compiled
 program with the same arguments on the same chip, its temporaries are added.
@@ -6,24 +6,20 @@ program with the same arguments on the same chip, its temporaries are added.
 
 import dataclasses
 import json
-import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import jax
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import AXES, abstract_mesh, resolve
+from glm5_jax.rl.config import RlConfig
 from glm5_jax.training.experiment import MeshConfig, StageConfig
 from glm5_jax.training.schedule import make_schedule
 from glm5_jax.training.step import make_step
 from launch import pods
 from launch.aot.programs import bytes_on_device
 from launch.aot.serving_programs import arguments_of
-from pallas_kernels.chips import CHIPS
 
 ROOT = pathlib.Path(__file__).parents[2]
 REPORTS = ROOT / "experiments" / "layouts.jsonl"
@@ -36,7 +32,7 @@ class DeviceMemory:
 
     Attributes:
       program: train step, engine, or engine on the trainer's devices.
-      parts: bytes by kind: weights, optimizer, cache.
+      parts: bytes by kind: weights, optimizer, teachers, cache.
       temporary_bytes: bytes of the compiled program in addition; None: no compiled program is known.
       usable_bytes: bytes of the device that JAX may use; None: not known.
       source: name of the layout with the compiled program; empty: there is none.
@@ -61,11 +57,15 @@ class DeviceMemory:
 
 def train_memory(config: StageConfig, chip: str, num_devices: int) -> DeviceMemory:
     """Returns the memory of a train step on `num_devices` JAX devices. Raises ValueError if its mesh does not fit them."""
-    mesh = _abstract(config.mesh, chip, num_devices)
+    mesh = abstract_axes(config.mesh, chip, num_devices)
     schedule = make_schedule(config.schedule)
     step = make_step(config.model, config.step, config.optimizer, schedule, mesh, config.token_loss)
     state = step.abstract
     parts = {name: _num_bytes(state[name]) for name in ("params", "optimizer")}
+    if isinstance(config, RlConfig):
+        loaded = [teacher for teacher in config.teachers if teacher.url is None]
+        if loaded:
+            parts["teachers"] = min(len(loaded), config.max_loaded_teachers) * parts["params"]
     rows = {"rows": config.first_batch_rows, "length": config.row_length}
     shape = dict(mesh.shape)
     return _with_compiled("train step", parts, chip, num_devices, shape, rows, config.name)
@@ -81,14 +81,14 @@ def engine_memory(
     is_quantised: bool,
 ) -> DeviceMemory:
     """Returns the memory of an engine's weights and pages. Raises ValueError if its mesh does not fit its devices."""
-    axes = _abstract(mesh, chip, num_devices)
+    axes = abstract_axes(mesh, chip, num_devices)
     arguments = arguments_of("decode", model, axes, engine, is_quantised)
     parts = {name: _num_bytes(arguments[name]) for name in ("weights", "cache")}
     return _with_compiled(program, parts, chip, num_devices, dict(axes.shape), {})
 
 
-def _abstract(mesh: MeshConfig, chip: str, num_devices: int):
-    """Returns the mesh, without devices."""
+def abstract_axes(mesh: MeshConfig, chip: str, num_devices: int):
+    """Returns the mesh of a config on this many devices, without devices."""
     sizes = resolve(dataclasses.asdict(mesh), num_devices)
     kind = f"{_PLATFORM_NAMES[pods.Pod(chip, ()).platform]} {chip}"
     return abstract_mesh(dict(zip(AXES, sizes)), kind)
@@ -136,39 +136,3 @@ def _reports() -> Iterator[tuple[str, dict[str, Any]]]:
     for line in REPORTS.read_text().splitlines():
         row = json.loads(line)
         yield from ((row["layout"], report) for report in row["reports"])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PushCost:
-    """Cost of a push of all weights over HTTP from the first process of the trainer.
-
-    Attributes:
-      weight_bytes: bytes of the weights, which each engine's host holds until it loads them.
-      num_engines: number of engines.
-      bytes_per_s: network bandwidth of a host in one direction; None: not known.
-    """
-
-    weight_bytes: int
-    num_engines: int
-    bytes_per_s: float | None
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that the process sends."""
-        return self.weight_bytes * self.num_engines
-
-    @property
-    def duration_s(self) -> float | None:
-        """Lower bound of its duration, in seconds; None: not known."""
-        return None if self.bytes_per_s is None else self.sent_bytes / self.bytes_per_s
-
-
-def push_cost(model: ModelConfig, num_engines: int, chip: str) -> PushCost:
-    """Returns the cost of a push in the dtype of the computation."""
-    weights: Sequence[Any] = jax.tree.leaves(glm5.abstract_params(model, model.dtype))
-    network = CHIPS[chip].network
-    return PushCost(
-        weight_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in weights),
-        num_engines=num_engines,
-        bytes_per_s=None if network is None else network * CHIPS[chip].per_host,
-    )

@@ -18,14 +18,18 @@ from typing import Any
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.parallel.mesh import AXES, BATCH_AXES
-from glm5_jax.rl.programs.trainer import AgenticRlConfig
 from glm5_jax.training.experiment import MeshConfig, StageConfig
 from glm5_jax.training.schedule import BatchRampConfig
 from launch.rehearsal import VARIABLE
 
 ROWS_PER_DEVICE = 2
+NUM_LAYERS = 2  # of the model: a dense one, and one of experts
 NUM_SEQS = 4  # sequences decoded at once on each data-parallel rank in RL
 MAX_LENGTH = 2048  # tokens of a row and of an attempt in RL; prompts with tools need more than the 512 of :tiny
+PAGE_SIZE = 512  # tokens; few pages in a row of that length need few programs
+NUM_GROUPS = 2  # groups of a step, and groups that are sampled at once
+NUM_TASKS = 200  # of each generated or shipped set; a service makes all of them when it starts
+TASK_FIELDS = ("tasks", "sft", "reasoning", "agentic", "general")
 ENGINE_SIZES = tuple(
     f"engine.{name}"
     for name in (
@@ -42,8 +46,9 @@ ENGINE_SIZES = tuple(
 )
 # Fields whose value is that of :tiny.
 SIZES = (
-    "model",
     "tokenizer",
+    "requires_data",
+    "data.sources",  # the user's may be elsewhere, and have samples that need long rows
     "data.sequence_length",
     "data.num_threads",
     "data.open_rows",
@@ -52,9 +57,6 @@ SIZES = (
     "step.gather_block",
     "step.token_chunk",
     "step.vocab_block",
-    "rollout.max_tokens",
-    "rollout.max_turns",
-    "max_running",
     *ENGINE_SIZES,
 )
 # Fields of `TrainConfig` without evaluations, samples and saves between the first and the last step.
@@ -75,7 +77,7 @@ class Rehearsal:
     Attributes:
       max_processes: maximum processes of a replica, and replicas of a role.
       devices: emulated devices of the trainer, over all of its processes.
-      engine_devices: emulated devices of an engine.
+      engine_devices: emulated devices of an engine, in all of its processes.
       steps: last step of the run.
       checkpoint: folder of a checkpoint of the small model, in place of all others; None: not made yet.
       served_checkpoint: the same, quantised.
@@ -109,7 +111,7 @@ def replace_sizes(config: Any, get_config: Callable[[str], Any], variant: str) -
     rehearsal = read_rehearsal()
     if rehearsal is None:
         return config
-    return small_form(config, get_config(tiny_variant(variant)), get_config(variant), rehearsal)
+    return small_form(config, get_config(tiny_variant(variant)), rehearsal)
 
 
 def tiny_variant(variant: str) -> str:
@@ -118,20 +120,25 @@ def tiny_variant(variant: str) -> str:
     return f"tiny{comma}{kind}"
 
 
-def small_form(config: Any, tiny: Any, recipe: Any, rehearsal: Rehearsal) -> Any:
-    """Returns a config with the sizes of `tiny`; recipe: the config before its flags were applied."""
+def small_form(config: Any, tiny: Any, rehearsal: Rehearsal) -> Any:
+    """Returns a config with the sizes of `tiny`."""
     if isinstance(config, StageConfig):
-        return _small_stage(config, tiny, recipe, rehearsal)
+        return _small_stage(config, tiny, rehearsal)
     if isinstance(getattr(config, "engine", None), EngineConfig):  # a server
-        mesh = small_mesh(config.mesh, rehearsal.engine_devices)
-        changes = {"mesh": mesh, "checkpoint": rehearsal.checkpoint, "warm": False}
+        hosts = min(config.hosts, rehearsal.max_processes)
+        changes = {
+            "mesh": small_mesh(config.mesh, rehearsal.engine_devices),
+            "checkpoint": rehearsal.checkpoint,
+            "warm": False,
+            "hosts": hosts,
+            "topology": small_topology(config.topology, hosts * config.devices),
+        }
         changes |= {path: get(tiny, path) for path in ENGINE_SIZES}
         return with_fields(config, changes)
     stages = {
         field.name: small_form(
             getattr(config, field.name),
             getattr(tiny, field.name),
-            getattr(recipe, field.name),
             rehearsal,
         )
         for field in dataclasses.fields(config)
@@ -140,7 +147,7 @@ def small_form(config: Any, tiny: Any, recipe: Any, rehearsal: Rehearsal) -> Any
     return dataclasses.replace(config, **stages)
 
 
-def _small_stage(config: Any, tiny: Any, recipe: Any, rehearsal: Rehearsal) -> Any:
+def _small_stage(config: Any, tiny: Any, rehearsal: Rehearsal) -> Any:
     """Returns the small form of a stage of training."""
     mesh = small_mesh(config.mesh, rehearsal.devices)
     shards = math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
@@ -150,14 +157,12 @@ def _small_stage(config: Any, tiny: Any, recipe: Any, rehearsal: Rehearsal) -> A
         "step.expert_slices": math.gcd(config.step.expert_slices, mesh.expert),
     }
     changes |= {path: get(tiny, path) for path in SIZES if _has(config, path) and _has(tiny, path)}
+    changes["model"] = small_model(tiny.model)
     if config.step.rows_per_device is not None:
         changes["step.rows_per_device"] = 1  # several microbatches, as in the recipe
     if config.checkpoint is not None:
         changes["checkpoint"] = rehearsal.checkpoint
     if isinstance(getattr(config, "batch", None), BatchRampConfig):
-        # Sources whose sizes follow the row's length are those of :tiny, unless flags have set others.
-        if config.data.sources == recipe.data.sources:
-            changes["data.sources"] = tiny.data.sources
         tokens = ROWS_PER_DEVICE * shards * tiny.data.sequence_length
         changes["batch"] = BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens)
     if _has(config, "rollout"):
@@ -167,35 +172,62 @@ def _small_stage(config: Any, tiny: Any, recipe: Any, rehearsal: Rehearsal) -> A
 
 def _rl_changes(config: Any, tiny: Any, shards: int, rehearsal: Rehearsal) -> dict[str, Any]:
     """Returns the changes to a stage of reinforcement learning."""
-    model = dataclasses.replace(tiny.model, max_position_embeddings=MAX_LENGTH)
+    model = small_model(tiny.model)
     changes: dict[str, Any] = {
-        "model": model,
+        "model": dataclasses.replace(model, max_position_embeddings=MAX_LENGTH),
         "length": MAX_LENGTH,
-        "rows": ROWS_PER_DEVICE * shards,
+        "rows": shards,
         "engine.max_length": MAX_LENGTH,
         "engine.max_num_seqs": NUM_SEQS,
-        "engine.num_pages": NUM_SEQS * (-(-MAX_LENGTH // tiny.engine.page_size)),
-        "rollout.prompts": 2,
+        "engine.page_size": PAGE_SIZE,
+        "engine.num_pages": NUM_SEQS * MAX_LENGTH // PAGE_SIZE,
+        "engine.min_prefill_bucket": tiny.engine.prefill_chunk,
+        "rollout.prompts": NUM_GROUPS,
         "rollout.group": min(2, config.rollout.group),
+        "rollout.max_tokens": 16,
+        "rollout.max_turns": 2,
         "evaluation.tasks": min(1, config.evaluation.tasks),
     }
-    changes["teachers"] = tuple(
-        dataclasses.replace(teacher, checkpoint=rehearsal.checkpoint) for teacher in config.teachers
-    )
-    if isinstance(config, AgenticRlConfig):
+    changes |= {
+        name: tuple(map(_small_share, getattr(config, name)))
+        for name in TASK_FIELDS
+        if _has(config, name)
+    }
+    if rehearsal.checkpoint is not None:
+        changes["teachers"] = tuple(
+            dataclasses.replace(teacher, checkpoint=rehearsal.checkpoint, url=None, key_file=None)
+            for teacher in config.teachers
+        )
+    if config.has_engine_processes:
         cluster, limit = config.cluster, rehearsal.max_processes
         if config.served_checkpoint is not None:
             changes["served_checkpoint"] = rehearsal.served_checkpoint
+        changes["max_running"] = NUM_GROUPS
         changes["cluster"] = dataclasses.replace(
             cluster,
             engines=min(cluster.engines, limit),
+            engine_hosts=min(cluster.engine_hosts, limit),
             engine_mesh=small_mesh(cluster.engine_mesh, rehearsal.engine_devices),
-            engine_topology=small_topology(cluster.engine_topology, cluster.engine_devices),
+            engine_topology=small_topology(
+                cluster.engine_topology, min(cluster.engine_hosts, limit) * cluster.engine_devices
+            ),
             hosts=min(cluster.hosts, limit),
             topology=small_topology(cluster.topology, min(cluster.hosts, limit) * cluster.devices),
             warm=False,
         )
     return changes
+
+
+def small_model(tiny: ModelConfig) -> ModelConfig:
+    """Returns the model of a rehearsal: that of :tiny with fewer layers."""
+    return dataclasses.replace(tiny, num_hidden_layers=NUM_LAYERS)
+
+
+def _small_share(share: Any) -> Any:
+    """Returns a set of tasks with at most `NUM_TASKS` of them; those of files stay."""
+    if not _has(share, "tasks.size"):
+        return share
+    return with_fields(share, {"tasks.size": min(NUM_TASKS, share.tasks.size)})
 
 
 def small_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:

@@ -49,7 +49,7 @@ class InProcess:
     def __init__(self, texts):
         self._texts = list(texts)
 
-    def generate(self, prompts, samplings):
+    def generate(self, prompts, samplings, should_stop):
         ids = TOKENIZER.encode(self._texts.pop(0), parse_special=True)
         reason = "stop" if ids[-1] in TOKENIZER.eos_ids else "length"
         return [Completion(ids, [-0.5] * len(ids), [0] * len(ids), [], reason, None, 0)]

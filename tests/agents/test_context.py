@@ -66,8 +66,8 @@ def expected_messages(config, rounds):
 
 configs = st.builds(
     ContextConfig,
-    st.none() | st.integers(1, 4),
-    st.none() | st.integers(PROMPT_TOKENS, PROMPT_TOKENS + 400),
+    keep_rounds=st.none() | st.integers(1, 4),
+    max_prompt_tokens=st.none() | st.integers(PROMPT_TOKENS, PROMPT_TOKENS + 400),
 )
 results = st.lists(
     st.sampled_from(["7", "word " * 20, "é" * 9, "<|user|>", "line\n" * 60]), min_size=1, max_size=3

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from glm5_jax.checkpoint import hf_names, hf_quantised
+from glm5_jax.checkpoint import hf_names, hf_quantised, models
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_import import load_hf, load_quantised
 from glm5_jax.inference.quantize import rotation, table
@@ -86,6 +86,12 @@ def test_each_device_reads_its_part(folder, axes):
     assert [x.sharding for x in jax.tree.leaves(got)] == jax.tree.leaves(where)
     down = got["moe_layers"]["experts"]["down"]
     assert down.packed.addressable_shards[0].data.size < down.packed.size / 3
+
+
+def test_reads_config_of_quantised_folder(folder):
+    model = load_quantised(folder)
+    assert models.read_config(folder) == (model.cfg, True)
+    same_bits(glm5.params_of(models.load_model(folder, trained=model.cfg)), glm5.params_of(model))
 
 
 def test_writes_names_of_compressed_tensors(folder):

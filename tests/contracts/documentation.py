@@ -17,6 +17,7 @@ import shlex
 import sys
 import unicodedata
 
+from launch import experiment_files
 from launch.glm5 import COMMANDS
 from tests.contracts.source_tree import PACKAGES, ROOT, files, read, syntax
 
@@ -24,7 +25,7 @@ SUFFIXES = tuple(".py .sh .md .json .jsonl .toml .yml .cfg .svg .ipynb .html".sp
 SOURCE_SUFFIXES = (".py", ".sh", ".cfg", ".toml", ".yml")
 # Files that a run writes, or that a task brings.
 WRITTEN = re.compile(
-    r"(?:config|metrics|results|verdicts|tokenizer|tokenizer_config|generation_config|reward|train|manifest)\.jsonl?"
+    r"(?:config|metrics|results|starts|verdicts|tokenizer|tokenizer_config|generation_config|reward|train|manifest)\.jsonl?"
     r"|(?:checkpoints|samples|tensorboard|tokenizer|report|solution|environment|workdir|hosts|roles)(?:/.*)?"
     r"|task\.toml|instruction\.md|tests/test\.sh|logs/.*|build/site"
 )
@@ -37,7 +38,8 @@ PAIR = re.compile(r"`([A-Za-z_][\w.]*)`,?\s+(?:\(|in\s+|of\s+)`([\w/.]+\.py)`")
 FLAG = re.compile(r"--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 # Programs of others that pages may call.
 ROOT_PAGES = ("README.md", "WORKSPACE.md")
-OTHERS = {"apt-get", "cd", "curl", "export", "git", "pip", "source"}
+OTHERS = {"apt-get", "cd", "curl", "export", "git", "pip", "source", "tensorboard"}
+OTHERS |= {"codex", "inspect", "lm_eval", "mini", "opencode"}  # of docs/clients.md
 # Names of other libraries and programs that our source does not mention.
 EXTERNAL = {"apply_chat_template", "cmp", "malloc_info", "openai", "ppermute", "ptxas"}
 
@@ -231,7 +233,7 @@ def command_problem(command: str) -> str:
         words = shlex.split(command, comments=True)
     except ValueError as error:
         return f"{command}: {error}"
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+    while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):
         del words[0]
     words = words[: words.index("|")] if "|" in words else words
     match words:
@@ -265,12 +267,13 @@ def command_problem(command: str) -> str:
 
 
 def experiment_problem(spec: str) -> str:
-    """Returns what is wrong with NAME:VARIANT."""
+    """Returns what is wrong with NAME:VARIANT, as the command line would."""
     name, _, variant = spec.partition(":")
-    for folder in ("experiments", "experiments/ablations"):
-        if (path := f"{folder}/{name}.py") in known_paths():
-            return variant_problem(path, variant)
-    return f"there is no experiment {name}"
+    try:
+        experiment_files.find(name if variant.isupper() else spec)
+    except ValueError as error:
+        return f"{spec}: {error}"
+    return ""
 
 
 def flags_problem(words: list[str]) -> str:

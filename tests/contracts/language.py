@@ -75,9 +75,12 @@ def notebooks() -> list:
 
 
 def prose(path) -> list[tuple[int, str]]:
-    """Returns (line, text) of all prose of a Python file, a Markdown file or a notebook."""
+    """Returns (line, text) of all prose of a Python file, a Markdown file or a notebook, without its outputs."""
+    text = read(path)
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
     if path.suffix in (".md", ".ipynb"):
-        return list(enumerate(read(path).splitlines(), 1))
+        return list(enumerate(text.splitlines(), 1))
     return docstrings(path) + comments(path)
 
 

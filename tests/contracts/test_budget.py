@@ -60,21 +60,24 @@ def test_gives_every_directory_of_tests_a_budget():
     assert sum(Budget.read().directories.values()) <= 1400
 
 
-def test_assigns_every_file_once_and_evenly():
+def test_assigns_every_test_once_and_evenly():
     durations = {f"f{i}.py::test": float(i) for i in range(1, 30)}
-    share_of_file = shares.shares([*durations, "f0.py::test"], durations, 7)
-    assert set(share_of_file) == {f"f{i}.py" for i in range(30)} and set(
-        share_of_file.values()
-    ) == set(range(7))
+    tests = [*durations, "f0.py::test"]
+    share_of = shares.shares(tests, durations, 7)
+    assert set(share_of) == set(tests) and set(share_of.values()) == set(range(7))
     loads = [
-        sum(
-            durations.get(f"{f}::test", shares.UNKNOWN_S)
-            for f in share_of_file
-            if share_of_file[f] == s
-        )
-        for s in range(7)
+        sum(durations.get(test, shares.UNKNOWN_S) for test in tests if share_of[test] == share)
+        for share in range(7)
     ]
     assert max(loads) - min(loads) <= 5.0
+
+
+def test_divides_only_files_that_are_longer_than_a_share():
+    durations = {f"long.py::test{i}": 50.0 for i in range(7)}
+    durations |= {f"short.py::test{i}": 5.0 for i in range(7)}
+    share_of = shares.shares([*durations], durations, 7)
+    assert {share_of[f"long.py::test{i}"] for i in range(7)} == set(range(7))
+    assert len({share_of[f"short.py::test{i}"] for i in range(7)}) == 1
 
 
 @pytest.mark.parametrize("text", ["7/7", "1", "-1/7", "a/b", "1/0"])

@@ -31,6 +31,7 @@ NETWORK_FILES = (
     "service",
     "task_service",
     "engine_connection",
+    "command_stream",
 )
 PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", "execv", "execve")
@@ -253,7 +254,10 @@ def test_imports_equal_requirements_of_setup_cfg():
             foreign.append(str(entry))
     assert not foreign, "\n".join(foreign)
     # Not in the lock of the environment for comparisons, which Python 3.11 shares: it needs 3.12.
-    where_present = {"tokamax"} | declared_imports("options.extras_require", "ray")
+    extras = ("ray", "hub", "wandb")
+    where_present = {"tokamax"}.union(
+        *(declared_imports("options.extras_require", extra) for extra in extras)
+    )
     assert used - {*sys.stdlib_module_names, *PACKAGES} - bench - where_present == required
 
 

@@ -47,9 +47,10 @@ def test_locks_satisfy_ranges_of_setup_cfg(tag):
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_documentation_lock_satisfies_its_ranges(tag):
-    pins = lock(tag, "docs")
-    for requirement in requirements_of("docs"):
+@pytest.mark.parametrize("group", ["docs", "clients"])
+def test_independent_locks_satisfy_their_ranges(tag, group):
+    pins = lock(tag, group)
+    for requirement in requirements_of(group):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
 
 

@@ -9,8 +9,13 @@ import pytest
 from experiments import quantise
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.inference.quantize.recipe import QuantizationRecipe, WeightConverter
+from glm5_jax.inference.quantize.streaming import num_bytes_of
+from glm5_jax.inference.shards.offer import named_arrays
 from glm5_jax.model import glm5
+from glm5_jax.parallel.fingerprint import read_fingerprint
 from glm5_jax.parallel.tree import flatten
+from glm5_jax.rl.weights.offers import make_offer
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_weights import Int4, Int8
 from tests.inference.test_engine import model
@@ -31,14 +36,26 @@ def test_quantised_model_is_smaller_and_nearly_equal(folder, tmp_path, capsys, o
     loaded = models.load_model(out)
     kinds = {type(leaf) for leaf in flatten(glm5.params_of(loaded)).values()}
     assert {Int4, Int8} <= kinds
-    assert quantise.num_bytes_of(glm5.params_of(loaded)) < 0.6 * quantise.num_bytes_of(
-        glm5.params_of(model())
-    )
+    assert num_bytes_of(glm5.params_of(loaded)) < 0.6 * num_bytes_of(glm5.params_of(model()))
     tokens = np.random.default_rng(0).integers(0, 2000, (2, 32))
     got, want = (jax.nn.log_softmax(one(tokens)) for one in (loaded, model()))
     assert 0 < np.abs(got - want).mean() < 0.05
+    assert_push_equals(loaded, QuantizationRecipe.read(out))
     assert quantise.main([str(out), str(tmp_path / "again")]) == 2
     assert "is quantised already" in capsys.readouterr().err
+
+
+def assert_push_equals(quantised, recipe):
+    """Checks that a trainer with the same weights offers, bit for bit, those of a quantised model."""
+    trained = model()
+    converter = WeightConverter(trained.cfg, recipe)
+    offer, _ = make_offer(glm5.params_of(trained), trained.cfg, 1, converter=converter)
+    leaves = flatten(glm5.params_of(quantised)).items()
+    arrays = {name: x for path, leaf in leaves for name, x in named_arrays(path, leaf).items()}
+    assert offer.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        offered = offer.arrays[name]
+        assert offered.fingerprint == read_fingerprint(array.astype(offered.dtype)), name
 
 
 @pytest.mark.parametrize(

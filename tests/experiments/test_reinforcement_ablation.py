@@ -57,8 +57,8 @@ def test_distillation_has_previous_stages_as_teachers(arms):
     assert [share.tasks.steps for share in (*distilled.sft, *distilled.reasoning)] == [5, 3]
     assert [share.tasks.steps for share in rl.tasks] == [3]
     assert {OLD, NEW} == {
-        f"sft:{distilled.sft[0].name}",
-        f"reasoning:{distilled.reasoning[0].name}",
+        f"sft.{distilled.sft[0].name}",
+        f"reasoning.{distilled.reasoning[0].name}",
     }
     assert rl.credit == rl_reasoning.get_config("tiny").credit and rl.credit.kl_target == "none"
 

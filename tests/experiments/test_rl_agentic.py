@@ -70,7 +70,9 @@ def test_each_kind_of_rl_has_its_loss():
 @pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
 def test_sends_full_conversation_with_each_request(variant):
     """GLM-5 3.1: coding agents keep all thinking. 4.2.4 shortens only search agents' contexts, at inference."""
-    assert rl_agentic.get_config(variant).loop().context == ContextConfig(None, None)
+    assert rl_agentic.get_config(variant).loop().context == ContextConfig(
+        keep_rounds=None, max_prompt_tokens=None
+    )
 
 
 def test_pod_has_port_for_each_process(capsys):
@@ -101,7 +103,7 @@ def test_gateway_gets_ranks_of_all_engines(tmp_path, monkeypatch):
 
 def test_flags_restore_same_config(tmp_path):
     terminals = TerminalShare(
-        folder="tasks", weight=0.5, images={"python:3.12": "host"}, bash=BashConfig(9.0)
+        folder="tasks", weight=0.5, images={"python:3.12": "host"}, bash=BashConfig(timeout_s=9.0)
     )
     tasks = (TaskWeight(TaskConfig(kind="chain", size=30), 2.0), terminals)
     config = tiny(tasks=tasks, seed=3, max_staleness=1, program=ProgramConfig())

@@ -227,7 +227,7 @@ def test_trains_on_anchors_as_text(tmp_path, anchors):
     assert len(texts) == 20
     shown = stage.tokenizer.decode([i for i, w in zip(texts[0].token_ids, texts[0].ce_weight) if w])
     assert "fact" in shown and "0?" not in shown
-    source.rollouts, source.score, seen = OneEach(), None, []
+    source.rollouts, seen = OneEach(), []
     for _ in range(2):
         batch = source.next(1)
         is_text = batch["ce_weight"] != 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -17,6 +18,7 @@ from glm5_jax.rl.rollouts.rollout import Rollouts
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import run as launch
+from tests.agents.scripted import ScriptedServer
 from tests.contracts.source_tree import ROOT
 from tests.model.small import one_layer
 
@@ -58,9 +60,10 @@ def save_policy(folder, digits):
     return folder
 
 
-def verdicts(workdir, checkpoint, **fields):
+def verdicts(workdir, checkpoint=None, **fields):
     flags_by_name = FIELDS | {"checkpoint": checkpoint} | fields
-    flags = [f"--experiment.{name}={value}" for name, value in flags_by_name.items()]
+    set_flags = {name: value for name, value in flags_by_name.items() if value is not None}
+    flags = [f"--experiment.{name}={value}" for name, value in set_flags.items()]
     spec = f"--experiment={ROOT}/experiments/task_pass_rates.py:addition"
     return launch.main(["run", spec, *flags, f"--workdir={workdir}"])
 
@@ -131,7 +134,37 @@ def test_resumes_stopped_run_and_refuses_another(tmp_path, student, capsys, monk
         assert words in capsys.readouterr().err
     spec = f"--experiment={ROOT}/experiments/task_pass_rates.py:addition"
     assert launch.main(["run", spec, f"--workdir={tmp_path / 'none'}"]) == 2
-    assert "no policy attempts the tasks" in capsys.readouterr().err
+    assert "endpoint.base_url None; give one policy" in capsys.readouterr().err
+
+
+def test_attempts_tasks_at_chat_server(tmp_path, capsys):
+    """The server's model adds right if the first number is odd."""
+
+    def add(messages):
+        first, second = map(int, re.findall(r"\d+", messages[-1]["content"]))
+        return str(first + second if first % 2 else first + second + 1)
+
+    known = {task.id: task for task in tasks(SUMS)}
+    server = ScriptedServer(add)
+    with server.running() as url:
+        fields = {"endpoint.base_url": url, "rollout.group": 2, "length": 128}
+        fields |= {"engine.max_length": 128}
+        assert verdicts(tmp_path / "other", **fields) == 0, capsys.readouterr().err
+    assert len(server.paths) == 2 * len(known)
+    _, options = server.scripted.requests[0]
+    assert (options["temperature"], options["max_tokens"]) == (1.0, 4)
+    verdict_of = read_verdicts(tmp_path / "other" / "verdicts.jsonl")
+    numbers = {name: re.findall(r"\d+", t.messages[-1]["content"]) for name, t in known.items()}
+    assert verdict_of == {name: (2 * (int(a) % 2), 2) for name, (a, _) in numbers.items()}
+    assert 0 < sum(passes for passes, _ in verdict_of.values()) < 2 * len(known)
+
+
+def test_failing_chat_server_leaves_no_verdicts(tmp_path, capsys):
+    with ScriptedServer(lambda messages: "").running() as url:
+        pass
+    assert verdicts(tmp_path / "other", **{"endpoint.base_url": url}) == 2
+    assert "no attempt could be judged: ServerError: no server answers" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "verdicts.jsonl").exists()
 
 
 @pytest.mark.slow

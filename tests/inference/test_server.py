@@ -29,7 +29,7 @@ from tests.inference.test_engine import generate_single, make_engine
 
 TOKENIZER = Tokenizer.default()
 HI = [{"role": "user", "content": "hi"}]
-PUSHES = ("/weights/begin", "/weights/part", "/weights/commit", "/weights/abort")
+PUSHES = ("/weights/pull", "/weights/commit", "/weights/abort")
 POSTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate"),
     *("/update_weights", *PUSHES),

@@ -49,7 +49,7 @@ def get_config(variant: str = "small") -> AgenticConfig:
             page_size=128, max_num_seqs=8, prefill_chunk=128, max_length=128, min_prefill_bucket=128
         ),
         evaluation=EvaluationConfig(tasks=0),
-        context=ContextConfig(None, None),
+        context=ContextConfig(keep_rounds=None, max_prompt_tokens=None),
         length=128,
         rows=8,
         max_staleness=2,

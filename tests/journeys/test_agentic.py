@@ -15,6 +15,7 @@ from glm5_jax.runtime.utilization import read_utilization
 from tests.contracts.source_tree import ROOT
 from tests.journeys import agentic_system
 from tests.journeys.agentic_system import PROGRAMS
+from tests.journeys.test_pod import UNCACHED, processes_of
 from tests.rl.test_async_trainer import CHARTS
 from tests.runtime.test_process import ends
 
@@ -31,11 +32,12 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def start(program, workdir, checkpoint, *flags):
+def start(program, workdir, checkpoint, *flags, env=None):
     words = [f"--experiment={FILE}:small", f"--experiment.checkpoint={checkpoint}", *flags]
     return subprocess.Popen(
         [sys.executable, "-m", program, *words, f"--workdir={workdir}"],
         cwd=ROOT,
+        env=os.environ | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,8 +151,27 @@ def test_run_completes_after_kills_of_every_program(checkpoint, tmp_path):
     check_completed_run(workdir, steps)
 
 
-def wait_for_step(process, workdir, step):
-    until = time.monotonic() + 300
+def test_run_completes_after_kills_of_engine_of_two_processes(checkpoint, tmp_path):
+    """Each process is killed once. Sessions go on, and the new processes get the newest weights."""
+    workdir = tmp_path / "run"
+    cluster = {"engine_hosts": 2, "engine_devices": 2, "ranks": 4, "devices": 1}
+    flags = [f"--experiment.cluster.{name}={value}" for name, value in cluster.items()]
+    process = start("launch.local", workdir, checkpoint, *flags, env=UNCACHED)
+    for number, step in ((1, 2), (0, 5)):
+        wait_for_step(process, workdir, step, 900)
+        engine = processes_of(workdir)
+        assert len(engine) == 2
+        os.kill(engine[number], signal.SIGKILL)
+        assert all(ends(pid) for pid in engine)
+    out = process.communicate(timeout=900)[0]
+    assert process.returncode == 0, out
+    died = [e.role for e in read_events(workdir / "roles") if e.what == "died"]
+    assert died.count("engine") == 2
+    check_completed_run(workdir)
+
+
+def wait_for_step(process, workdir, step, seconds=300):
+    until = time.monotonic() + seconds
     while max(admission_orders(workdir), default=0) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until

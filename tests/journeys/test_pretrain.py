@@ -85,10 +85,28 @@ def losses(workdir) -> list:
     return [(row["step"], n, row[n]) for row in rows for n in names if n in row]
 
 
+class ReportWatcher:
+    """Sink that notes the steps before which the report was written."""
+
+    def __init__(self, run):
+        self._workdir = run.workdir
+
+    def write(self, step, values):
+        if (self._workdir / "report" / "index.html").exists():
+            with (self._workdir / "reported").open("a") as file:
+                file.write(f"{step}\n")
+
+    def close(self):
+        pass
+
+
 @pytest.mark.slow
 def test_run_trains_reports_and_resumes_on_another_mesh(tmp_path, capsys):
     mesh = {"mesh.fsdp": 2, "mesh.expert": 4}
-    assert run.main(command(tmp_path, **mesh)) == 0
+    sinks = {"train.sinks": (f"{ReportWatcher.__module__}:ReportWatcher",)}
+    assert run.main(command(tmp_path, **mesh, **sinks)) == 0
+    reported = set(map(int, (tmp_path / "reported").read_text().split()))
+    assert reported == set(range(5, 13))  # since the checkpoint of step 4
     out, err = capsys.readouterr()
     rows = metrics_log.read(tmp_path)
     steps, loss = metrics_log.column(rows, "loss/ce")

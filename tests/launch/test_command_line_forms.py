@@ -79,7 +79,7 @@ def test_reads_both_forms_alike():
         (["lifecycle:tiny,eech"], "did you mean tiny,each?"),
         (["task_pass_rates:tiney"], "did you mean tiny?"),
         (["pretrain", "more"], "unexpected argument 'more'"),
-        (["pretrain", "--steps=50"], "--steps: no field 'steps'; did you mean --train.steps"),
+        (["pretrain", "--steps=50"], "no field 'steps'; did you mean --stage, --train.steps,"),
         (["pretrain", "--train.step=50"], "no field 'step' in train; did you mean --train.steps?"),
         (["pretrain", "--lr=1e-3"], "--lr: no field 'lr'; did you mean --schedule.peak?"),
         (["pretrain", "--batch_size=8"], "did you mean --batch.start?"),

@@ -65,6 +65,7 @@ def test_passes_options_and_shortcuts_of_pod_to_its_compiler(name, program, monk
     assert options == target.options | target.shortcuts
 
 
+@pytest.mark.slow
 def test_prints_report_as_json(report, capsys):
     assert pod.main([*SMALL_POD, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -280,8 +280,8 @@ def test_signal_stops_all_roles_in_order(tmp_path, number):
         ),
         (["--experiment=experiments/pretrain.py:tiny", "--hosts=0"], "--hosts=0"),
         (
-            ["--experiment=experiments/serve.py:tiny"],
-            "serve is one program for one host; start it with launch.run",
+            ["--experiment=experiments/evaluate.py:harbor"],
+            "evaluate is one program for one host; start it with launch.run",
         ),
     ],
 )

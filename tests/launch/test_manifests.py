@@ -140,6 +140,54 @@ def test_escapes_kubernetes_variables_in_command():
     assert container["command"][2] == "echo $$(date) $$(ROLE_INDEX)"
 
 
+SERVE = f"--experiment={ROOT}/experiments/serve.py:glm5"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "topology", "hosts", "devices"),
+    [
+        ("tpu-v5p-slice", "2x4x4", 8, 4),
+        ("tpu7x", "2x2x4", 4, 4),
+        ("tpu-v6e-slice", "8x16", 32, 4),
+        ("nvidia-h200-141gb", "", 2, 8),
+        ("tpu-v5p-slice", "2x2x2", 2, 4),
+        ("tpu7x", "2x2x1", 1, 4),
+        ("tpu-v6e-slice", "4x8", 8, 4),
+        ("nvidia-h200-141gb", "", 1, 4),
+    ],
+)
+def test_serving_layout_starts_on_its_hosts(accelerator, topology, hosts, devices):
+    """The layouts of experiments/README.md. A lost process ends the others, and all restart in place."""
+    shape = {"hosts": hosts, "devices": devices, "topology": topology}
+    flags = [f"--experiment.{name}={value}" for name, value in shape.items()]
+    argv = ["gke", SERVE, *POD[:2], POD[3], f"--accelerator={accelerator}", *flags]
+    plan, job_set = gke.generate(argv, gke.define())
+    assert [(role.name, role.hosts, role.devices) for role in plan.roles] == [
+        ("serve", hosts, devices)
+    ]
+    [job] = job_set["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    assert spec["parallelism"] == hosts and spec["backoffLimit"] == 5 * hosts
+    assert spec["template"]["spec"]["restartPolicy"] == "OnFailure"
+    [container] = spec["template"]["spec"]["containers"]
+    joined = [word for word in container["command"] if word.startswith("--distributed=")]
+    assert len(joined) == (hosts > 1)
+    assert not any("workdir" in word for word in container["command"])
+
+
+def test_agentic_engines_start_on_their_hosts():
+    argv = ["gke", f"--experiment={ROOT}/experiments/rl_agentic.py:glm5", *POD]
+    plan, job_set = gke.generate([*argv, "--experiment.checkpoint=/sft"], gke.define())
+    [engine] = [role for role in plan.roles if role.name == "engine"]
+    assert (engine.count, engine.hosts, engine.devices, engine.tpu_topology) == (64, 2, 4, "2x2x2")
+    job, *_, trainer = job_set["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
+    assert trainer["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    address = "rl-agentic-glm5-engine-$(ROLE_INDEX)-0.rl-agentic-glm5:8476"
+    assert f"--distributed={address},2,$(JOB_COMPLETION_INDEX)" in container["command"]
+
+
 def test_full_h200_node_uses_fast_network():
     """The shell replaces itself by the program, which therefore gets signals."""
     mounts = {}
@@ -323,9 +371,14 @@ def test_yaml_survives_round_trip():
         ),
         (
             slurm,
-            [f"--experiment={ROOT}/experiments/lifecycle.py:tiny", "--devices=4", "--chip=tpu7x"]
+            [
+                f"--experiment={ROOT}/experiments/lifecycle.py:tiny",
+                "--stage=sft",
+                "--devices=4",
+                "--chip=tpu7x",
+            ]
             + ["--experiment.sft.mesh.fsdp=4"],
-            "1 hosts of 4 accelerators, 2 devices of JAX each: batch.start is 2048 tokens; it must be",
+            "1 hosts of 4 accelerators, 2 devices of JAX each: mesh fsdp=4 does not divide the 8 devices",
         ),
         (
             slurm,

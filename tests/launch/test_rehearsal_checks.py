@@ -7,13 +7,18 @@ import pytest
 
 from experiments import distill, rl_agentic, rl_reasoning, serve, sft
 from glm5_jax import presets
+from glm5_jax.data.chat_data import ChatSourceConfig
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.programs.cluster import ClusterConfig
+from glm5_jax.rl.programs.on_policy import IN_PROCESS
 from glm5_jax.rl.programs.roles import list_roles
 from glm5_jax.runtime.placement import Role
 from glm5_jax.training.experiment import MeshConfig
-from launch import gke, rehearse, slurm, ssh_commands
+from launch import gke, rehearse, run_plan, slurm, ssh_commands
 from launch.rehearsal import arithmetic, memory
 from launch.rehearsal.arithmetic import ERROR, Cluster
+from launch.rehearsal.job import Times
+from launch.rehearsal.push_cost import MAX_DURATION_S, push_cost
 from tests.contracts.source_tree import ROOT
 
 V5P = Cluster("slurm", "v5p", None)
@@ -48,8 +53,11 @@ def test_accepts_role_that_fits_its_hosts(options, chip):
     assert not list(arithmetic.check_hosts([role(**options)], Cluster("slurm", chip, None)))
 
 
-def test_finds_engine_of_agentic_recipe_that_needs_two_hosts():
-    roles = list_roles(rl_agentic.glm5(), ["--experiment=rl_agentic.py:glm5"])
+def test_finds_engine_that_needs_two_hosts():
+    recipe, command = rl_agentic.glm5(), ["--experiment=rl_agentic.py:glm5"]
+    assert not list(arithmetic.check_hosts(list_roles(recipe, command), V5P))
+    cluster = dataclasses.replace(recipe.cluster, engine_hosts=1, engine_devices=8)
+    roles = list_roles(dataclasses.replace(recipe, cluster=cluster), command)
     findings = [f for f in arithmetic.check_hosts(roles, V5P) if f.level == ERROR]
     assert [(f.role, "must run in 2 processes" in f.text) for f in findings] == [("engine", True)]
 
@@ -98,12 +106,15 @@ def test_finds_teachers_of_another_folder():
     assert errors[0].startswith("teachers.0.checkpoint=workdir/lifecycle_glm5/sft is not in /run")
 
 
-def test_finds_missing_checkpoint():
-    [error] = texts(arithmetic.check_inputs(sft.glm5("mixed")))
-    assert error == "sft:glm5,mixed starts from trained weights; give --experiment.checkpoint=PATH"
-    config = dataclasses.replace(sft.glm5("mixed"), checkpoint="/data/sparse")
-    [note] = arithmetic.check_inputs(config)
-    assert note.text.startswith("sft:glm5,mixed reads only texts of this repository")
+def test_finds_missing_checkpoint_and_data():
+    no_data, no_checkpoint = texts(arithmetic.check_inputs(sft.glm5("mixed")))
+    assert no_data.startswith("sft:glm5,mixed has only the small data sets of this repository")
+    assert no_checkpoint.startswith("sft:glm5,mixed starts from trained weights; give --experiment")
+    chats = (ChatSourceConfig(chats="/data/chats.jsonl"),)
+    recipe = sft.glm5("mixed")
+    data = dataclasses.replace(recipe.data, sources=chats)
+    config = dataclasses.replace(recipe, checkpoint="/data/sparse", data=data)
+    assert not list(arithmetic.check_inputs(config))
 
 
 def test_finds_push_that_exceeds_memory_of_host():
@@ -111,17 +122,38 @@ def test_finds_push_that_exceeds_memory_of_host():
     cluster = ClusterConfig(engines=3, engine_memory=1)
     config = dataclasses.replace(recipe, model=presets.glm4_7_flash(), cluster=cluster)
     note, error = arithmetic.check_push(config, V5P)
-    assert "GB to each of 3 engines from one process" in note.text
+    assert "GB for each of 3 engines: a trainer's host sends" in note.text
     assert "during a push and has 1 GiB; use transport=storage" in error.text
     assert not list(arithmetic.check_push(dataclasses.replace(config, transport="storage"), V5P))
 
 
-def test_push_costs_bytes_of_all_engines():
-    cost = memory.push_cost(presets.tiny(), 4, "v5p")
-    weights = presets.tiny().num_parameters
+def test_push_costs_bytes_of_busiest_link():
+    """One host trains, and each of four engines has two hosts of four chips."""
+    cluster = ClusterConfig(
+        engines=4,
+        ranks=8,
+        engine_hosts=2,
+        engine_devices=4,
+        engine_mesh=MeshConfig(fsdp=1, expert=-1),
+    )
+    config = dataclasses.replace(rl_agentic.tiny(), cluster=cluster)
+    cost = push_cost(config, "v5p", is_quantised=False)
+    weights = config.model.num_parameters
     assert 4 * weights < cost.weight_bytes < 6 * weights  # float32, with the MTP layer
-    assert cost.sent_bytes == 4 * cost.weight_bytes
-    assert cost.duration_s == pytest.approx(cost.sent_bytes / 25e9)
+    assert (cost.engine_hosts, cost.offered_bytes) == (2, cost.weight_bytes)
+    # Replicated weights are received by both hosts.
+    assert 0.5 * cost.weight_bytes < cost.received_bytes < 0.7 * cost.weight_bytes
+    assert cost.sent_by_trainer == 2 * cost.received_bytes  # once, and not once per engine
+    assert cost.sent_by_engine == pytest.approx(0.75 * cost.received_bytes, abs=1)
+    assert cost.duration_s == pytest.approx(cost.sent_by_trainer / 25e9)
+
+
+def test_push_of_glm5_takes_less_than_minute():
+    config = rl_agentic.glm5()
+    cost = push_cost(config, "v5p", is_quantised=True)
+    assert cost.weight_bytes < 0.6 * config.model.num_parameters
+    assert cost.sent_by_trainer < cost.weight_bytes / 100
+    assert cost.duration_s < MAX_DURATION_S
 
 
 def test_engine_memory_counts_weights_and_pages():
@@ -148,7 +180,11 @@ def test_train_memory_uses_compiled_layout():
 
 @pytest.mark.slow
 def test_finds_pages_of_engine_that_exceed_the_chips():
-    config = rl_reasoning.glm5()
+    config = dataclasses.replace(
+        rl_reasoning.glm5(),
+        engine_placement=IN_PROCESS,
+        engine=EngineConfig(max_num_seqs=512, prefill_chunk=8192),
+    )
     roles = [role(devices=4, hosts=256)]
     levels = {
         uses.program: finding.level for uses, finding in arithmetic.check_memory(config, roles, V5P)
@@ -215,3 +251,13 @@ def test_rehearsed_arguments_have_fewer_hosts():
     other = small._replace(roles=(dataclasses.replace(small.roles[0], argv=["x"]),))
     with pytest.raises(rehearse.RehearsalFailed, match="other commands for train"):
         rehearse.check_commands(plan, other)
+
+
+def test_table_of_times_has_processes_and_bytes_of_roles():
+    roles = (role(hosts=4, devices=4, main=True), role(name="gateway", port=8000))
+    plan = run_plan.RunPlan("run", roles, pathlib.Path("/run"))
+    small = plan._replace(roles=(dataclasses.replace(roles[0], hosts=2), roles[1]))
+    started, times = {"train": 2, "gateway": 1}, Times(30.4, 5, 40)
+    table = rehearse.format_times(plan, small, started, times, {"train": 46 * 10**9})
+    assert "| train | 4 | 2 | 16 | 8 | 46.0 | no |\n| gateway | 1 | 1 | 0 | 0 |  | yes |" in table
+    assert table.endswith("rehearsed: 30 s to step 2, 5 s to stop, 40 s to the end")

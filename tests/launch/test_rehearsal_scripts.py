@@ -1,5 +1,8 @@
 """A rehearsal reads nodes, steps and pods from the launchers' output, and applies the rules of their schedulers."""
 
+import copy
+import signal
+import subprocess
 import sys
 import time
 
@@ -8,6 +11,7 @@ import yaml
 
 from glm5_jax.runtime.placement import EXIT_RESTART
 from launch.rehearsal.arithmetic import check_addresses, count_servers
+from launch.rehearsal.hosts import missing_support
 from launch.rehearsal.job_set_run import FAILED, JobSetRun, expand_variables, list_pods
 from launch.rehearsal.slurm_job import parse_script
 from launch.rehearsal.srun import task_environment
@@ -135,6 +139,19 @@ def test_job_set_ends_with_its_targets(tmp_path):
     assert [path.read_text() for path in sorted(tmp_path.glob("*.log"))] == ["4\n", "4\n"]
 
 
+def test_job_set_with_server_stays_ended(tmp_path):
+    manifest = small_set("pass")
+    [job] = manifest["spec"]["replicatedJobs"]
+    server = copy.deepcopy(job) | {"name": "server"}
+    [container] = server["template"]["spec"]["template"]["spec"]["containers"]
+    container["command"] = [sys.executable, "-c", "import signal; signal.pause()"]
+    manifest["spec"]["replicatedJobs"] = [server, job]
+    run = JobSetRun(manifest, OneHost(), tmp_path, {"train": 4, "server": 0})
+    run.start()
+    assert run_until_end(run) == 0
+    assert run.poll() == 0 and not run.deaths
+
+
 def test_job_set_fails_after_its_restarts(tmp_path):
     run = make_run(small_set("import sys; sys.exit(2 * int(sys.argv[1]))"), tmp_path)
     assert run_until_end(run) == FAILED
@@ -158,3 +175,20 @@ def test_job_set_reports_pods_that_do_not_save(code, num_problems, tmp_path):
     run.request_stop()
     run_until_end(run)
     assert len(run.stop_problems()) == num_problems
+
+
+def test_sigterm_ends_programs_in_namespaces():
+    if reason := missing_support():
+        pytest.skip(reason)
+    inside = "import signal; print('inside', flush=True); signal.pause()"
+    code = (
+        f"from launch.rehearsal.hosts import enter_namespaces as enter; enter(['-c', {inside!r}])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE
+    ) as program:
+        assert program.stdout.readline() == b"inside\n"
+        program.terminate()
+        # The end of the output: no process of the namespaces has it open any more.
+        assert program.stdout.read() == b""
+        assert program.wait() == 128 + signal.SIGKILL

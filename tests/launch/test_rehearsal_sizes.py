@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.parallel.mesh import AXES, Region
 from glm5_jax.training.experiment import MeshConfig
 from launch import command_line, rehearsal
@@ -29,7 +30,7 @@ def load(spec: str, **changes):
     variant = spec.partition(":")[2]
     module, recipe = command_line.load(f"{ROOT}/experiments/{spec}")
     config = dataclasses.replace(recipe, **changes)
-    small = small_form(config, module.get_config(tiny_variant(variant)), recipe, OPTIONS)
+    small = small_form(config, module.get_config(tiny_variant(variant)), OPTIONS)
     return config, small
 
 
@@ -85,23 +86,36 @@ def test_small_stage_reads_checkpoint_of_rehearsal():
     assert load("sft.py:glm5,mixed")[1].checkpoint is None
 
 
-def test_small_stage_keeps_sources_of_flags():
-    config, _ = load("midtrain.py:glm5,32k")
-    data = dataclasses.replace(config.data, sources=config.data.sources[:1])
-    assert load("midtrain.py:glm5,32k", data=data)[1].data.sources == data.sources
+def test_small_stage_reads_shipped_data():
+    config, _ = load("sft.py:glm5,mixed")
+    sources = (ChatSourceConfig(chats="/data/chats.jsonl"),)
+    data = dataclasses.replace(config.data, sources=sources)
+    config, small = load("sft.py:glm5,mixed", data=data)
+    assert config.data.has_user_files and not small.data.has_user_files
+    small.check_data()
+    assert "data.sources" in [name for name, _, _ in differences(config, small)]
 
 
 def test_small_agentic_run_has_fewer_processes():
     config, small = load("rl_agentic.py:glm5", checkpoint="/data/sft", served_checkpoint="/data/w4")
     assert (small.cluster.engines, small.cluster.hosts) == (2, 2)
     assert (small.checkpoint, small.served_checkpoint) == ("/c", "/s")
-    assert small.tasks == config.tasks
+    assert [share.name for share in small.tasks] == [share.name for share in config.tasks]
+    assert {share.tasks.size for share in small.tasks} == {200}
     assert small.transport == config.transport
     assert small.engine.num_speculative_tokens == config.engine.num_speculative_tokens
     assert small.cluster.devices == config.cluster.devices
     names = [name for name, _, _ in differences(config, small)]
     assert "cluster.engines" in names and "length" in names
     assert not {"seed", "policy", "transport"} & set(names)
+
+
+def test_small_server_has_fewer_hosts():
+    config, small = load("serve.py:glm5", checkpoint="/data/glm5")
+    assert config.hosts > small.hosts == 2 and config.devices == small.devices
+    assert (small.checkpoint, small.warm) == ("/c", False)
+    assert math.prod(dataclasses.asdict(small.mesh).values()) == OPTIONS.engine_devices
+    assert math.prod(map(int, small.topology.split("x"))) == small.hosts * small.devices
 
 
 def test_command_line_applies_rehearsal(tmp_path, monkeypatch):

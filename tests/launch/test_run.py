@@ -10,6 +10,7 @@ import pytest
 from glm5_jax.checkpoint import store
 from glm5_jax.training.experiment import write_config
 from launch import command_line, run, stage_runner
+from launch.stage_plan import plan_stages
 from tests.contracts.source_tree import ROOT
 
 TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
@@ -97,7 +98,7 @@ def error_of(capsys, workdir, *argv) -> str:
         ),
         (
             [TINY, f"--experiment.checkpoint={ROOT}/tests/goldens/hf_tiny_a"],
-            "hf_tiny_a cannot be loaded:\n  missing:",
+            "hf_tiny_a is of another model, with hidden_size 64 (here 128)",
         ),
         (
             [TINY, "--experiment.data.sources=[{'chats': 'x', 'category': 'poetry'}]"],
@@ -120,8 +121,11 @@ def error_of(capsys, workdir, *argv) -> str:
             "has no workdir; to read this folder use --experiment.checkpoint=",
         ),
         (
-            [f"--experiment={ROOT}/experiments/serve.py:tiny", "--distributed=localhost:1,2,0"],
-            "serve.py runs in one process; start one on each host without the flag, and a router in front",
+            [
+                f"--experiment={ROOT}/experiments/evaluate.py:harbor",
+                "--distributed=localhost:1,2,0",
+            ],
+            "evaluate.py runs in one process; leave the flag out",
         ),
         (
             [LIFE, "--experiment.midtrain_32k.model.num_experts_per_tok=3"],
@@ -181,7 +185,8 @@ def test_parses_flags_and_default_workdir():
     argv = ["run", TINY, "--experiment.optimizer.ns_coefficients=(1.0,2.0,3.0)"]
     argv += ["--experiment.train.steps=9", "--experiment.model.norm_topk_prob=false"]
     argv += ["--experiment.schedule.peak=3e-4", "--experiment.sample.prompts=('a b',)"]
-    _, config, workdir, _ = command_line.parse(argv)
+    command = command_line.parse(argv)
+    config, workdir = command.config, command.workdir
     assert config.optimizer.ns_coefficients == (1.0, 2.0, 3.0)
     assert (config.steps, config.model.norm_topk_prob) == (9, False)
     assert (config.schedule.peak, config.sample.prompts) == (3e-4, ("a b",))
@@ -191,7 +196,7 @@ def test_parses_flags_and_default_workdir():
 def test_plans_folder_and_flags_of_every_stage(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
     config = command_line.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
-    stages = {s.folder.name: s.config for s in stage_runner.plan_stages(config, tmp_path)}
+    stages = {s.folder.name: s.config for s in plan_stages(config, tmp_path)}
     fields = [field.name for field in dataclasses.fields(config)]
     each = ("distill_reasoning", "distill_agentic")
     assert list(stages) == [name for name in fields if name not in each]
@@ -201,14 +206,14 @@ def test_plans_folder_and_flags_of_every_stage(tmp_path):
 def test_stage_starts_from_previous_stage(tmp_path):
     config = command_line.parse(["run", TINY])[1]
     two = dataclasses.make_dataclass("Two", ["first", "second"])(config, config)
-    stages = list(stage_runner.plan_stages(two, tmp_path))
+    stages = list(plan_stages(two, tmp_path))
     assert [s.config.checkpoint for s in stages] == [None, str(tmp_path / "first")]
 
 
 def test_resolves_teacher_by_stage_name(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each"
     config = command_line.parse(["run", spec]).config
-    stages = {s.folder.name: s.config for s in stage_runner.plan_stages(config, tmp_path)}
+    stages = {s.folder.name: s.config for s in plan_stages(config, tmp_path)}
     for name, count in (("distill_reasoning", 2), ("distill_agentic", 3), ("distill", 4)):
         teachers = [teacher.checkpoint for teacher in stages[name].teachers]
         earlier = ["sft", "rl_reasoning", "rl_agentic", "rl_general"][:count]

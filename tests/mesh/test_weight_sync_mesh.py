@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 
 from glm5_jax.checkpoint import models
-from glm5_jax.checkpoint.manifest import transfer_dtypes
+from glm5_jax.checkpoint.engine_dtypes import transfer_dtypes
 from glm5_jax.inference import engine_weights
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import table
+from glm5_jax.inference.quantize.recipe import QuantizationRecipe, WeightConverter
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.parallel.tree import flatten, map_with_path
 from glm5_jax.rl.weights import reshard
+from glm5_jax.rl.weights.offers import make_offer, num_bytes_of
 from glm5_jax.rl.weights.pusher import PushFailed, SyncConfig
 from glm5_jax.rl.weights.reshard import ReshardPusher, fingerprint
 from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher
@@ -170,7 +172,7 @@ def test_mesh_pushes_over_network_and_shared_storage(tmp_path):
         receiver.update_weights(cases.params(CFG), 0)
         other = SharedStoragePusher(CFG, tmp_path, [url], config).push(params, 1)
         assert_same(receiver, want)
-    assert one.checksum == other.checksum
+    assert one.sent_bytes == other.sent_bytes
 
 
 def pushes_of_one_process(url: str, folder: str) -> None:
@@ -184,7 +186,10 @@ def pushes_of_one_process(url: str, folder: str) -> None:
     assert not params["moe_layers"]["experts"]["down"].is_fully_addressable
     pusher = NetworkPusher(CFG, [url], SyncConfig(bucket_bytes=2**14, delta=True))
     results = [pusher.push(params, 1), pusher.push(params, 1), pusher.push(params, 2)]
-    for version in (1, 2):  # an older version than the engine's, then the same
+    # Each process has sent its shards, and none has held all weights.
+    _, shards = make_offer(params, CFG, 1)
+    print("held", shards.num_bytes)
+    for version in (1, 3):  # an older version than the engine's, then a newer one
         storage = SharedStoragePusher(CFG, folder, [url])
         try:
             results.append(storage.push(params, version))
@@ -226,6 +231,7 @@ pushes_of_one_process("{url}", "{tmp_path}")
         ]
         outputs = [process.communicate(timeout=300)[0].splitlines() for process in processes]
         assert [process.returncode for process in processes] == [0, 0]
+    held = max(int(line.split()[1]) for o in outputs for line in o if line.startswith("held "))
     first, second = (
         [line.removeprefix("result ") for line in output if line.startswith("result ")]
         for output in outputs
@@ -234,8 +240,36 @@ pushes_of_one_process("{url}", "{tmp_path}")
     error, *pushes = map(json.loads, first)
     assert "version 2 is held, 1 is older" in error
     versions, checksums, sent_bytes, modes = zip(*pushes)
-    assert versions == (1, 1, 2, 2) and len(set(checksums)) == 1
+    assert versions == (1, 1, 2, 3) and len(set(checksums[:3])) == 1
+    size = sum(x.nbytes for x in jax.tree.leaves(receiver.computation.params))
+    assert sent_bytes[0] == size and 0.5 * size <= held < 0.6 * size
     assert modes == (["full"], ["current"], ["delta"], ["full"])
     assert sent_bytes[1] == sent_bytes[2] == 0
     assert_same(receiver, want)
-    assert receiver.version == 2
+    assert receiver.version == 3
+
+
+@pytest.mark.slow
+def test_converted_offer_does_not_depend_on_sharding():
+    """Fingerprints of rotated and quantised weights of a trainer on eight devices equal those of one device."""
+    cfg = cases.config(
+        num_hidden_layers=2,
+        indexer_types=("full", "shared"),
+        hidden_size=24,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        v_head_dim=20,
+    )
+    params = jax.tree.map(jnp.asarray, cases.params(cfg))
+    converter = WeightConverter(cfg, QuantizationRecipe(group=4, rotation_seed=1))
+    one, _ = make_offer(params, cfg, 1, converter=converter)
+    mesh = make_mesh({"fsdp": 2, "expert": 2, "context": 2})
+    sharded = jax.device_put(params, glm5.param_shardings(cfg, mesh))
+    many, shards = make_offer(sharded, cfg, 1, converter=converter)
+    assert one.arrays.keys() == many.arrays.keys()
+    for name, array in one.arrays.items():
+        assert many.arrays[name].fingerprint == array.fingerprint, name
+    assert one.checksum == many.checksum
+    # Experts are divided over all devices.
+    assert len(many.arrays["moe_layers/experts/gate.packed"].boxes) == 8
+    assert shards.num_bytes == num_bytes_of(many)

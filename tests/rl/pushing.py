@@ -11,19 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save
 
 from glm5_jax import presets
 from glm5_jax.checkpoint import models
-from glm5_jax.checkpoint.hf_export import named_tensors
-from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.inference.shards.server import ShardLibrary, ShardServer
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten, map_with_path
-from glm5_jax.rl.weights.buckets import split_tensor
+from glm5_jax.rl.weights.offers import make_offer
 from glm5_jax.rl.weights.pusher import SyncConfig
+from glm5_jax.runtime.http_server import ListenConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 
@@ -138,23 +137,16 @@ def perturb(weights, count=7, seed=0):
     return map_with_path(lambda path, _: out[path], weights)
 
 
-def begin_message(version, name="a", cfg=CFG):
-    """Returns the first message of a push."""
-    manifest = Manifest.of(cfg, version)
-    tensors = {n: [tensor.dtype, tensor.shape] for n, tensor in manifest.tensors.items()}
-    return {
-        "push": name,
-        "version": version,
-        "tensors": tensors,
-        "arithmetic": manifest.arithmetic,
-    }
+@contextlib.contextmanager
+def offering(weights, version, cfg=CFG):
+    """Serves the weights of a trainer's process, and returns its URL."""
+    offer, shards = make_offer(weights, cfg, version)
+    library = ShardLibrary()
+    library.versions[offer.checksum] = shards
+    with ShardServer(offer, library, ListenConfig(port=0)).running() as url:
+        yield url
 
 
-def send_tensors(engine, weights, name="a"):
-    """Sends all tensors of a push, and returns their checksums."""
-    manifest = Manifest(1, {})
-    for tensor, array in named_tensors(weights, CFG, transfer_dtypes(CFG)):
-        manifest.add(tensor, array)
-        for piece in split_tensor(tensor, array, None, 2**16):
-            assert engine.request("/weights/part", save(piece), push=name)[0] == 200
-    return [entry.checksum for entry in manifest.tensors.values()]
+def pull_message(source, name="a", **fields):
+    """Returns the message that makes one engine pull from a trainer's process."""
+    return {"push": name, "sources": [source], "peers": [[]]} | fields

@@ -5,9 +5,11 @@ test_async_trainer_orchestrator.py tests it with orchestrator, gateway and servi
 
 import dataclasses
 import itertools
+import signal
 
 import pytest
 
+from glm5_jax.checkpoint.store import latest_step
 from glm5_jax.inference.client import ServerError
 from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.rl.algorithm.credit import CreditConfig
@@ -98,7 +100,7 @@ class RecordingOrchestrator(InProcessOrchestrator):
         self.ages.append(max(group.staleness for group in groups))
         return groups
 
-    def evaluate(self, count):
+    def evaluate(self, count, *, wait_s):
         return {"math": {"reward": count / 8, "count": count, "failed": 0}}
 
 
@@ -246,6 +248,44 @@ def test_waits_for_engines_that_start_late(tokenizer_folder, tmp_path):
     config = config_of(tokenizer_folder, schedule=schedule, refresh_interval_s=0.1)
     orchestrator = run(config, tmp_path / "run", LateEngine(config))
     assert orchestrator.tries > 3 and [version for version, _ in orchestrator.pushed] == [0, 1, 2]
+
+
+def test_stop_ends_wait_for_engines(tokenizer_folder, tmp_path):
+    attempts = []
+
+    class FailingPusher:
+        def push(self, params, version, rewind=False):
+            attempts.append(version)
+            signal.raise_signal(signal.SIGTERM)
+            raise PushFailed("no engine has taken version 0")
+
+    config = config_of(tokenizer_folder)
+    orchestrator = run(config, tmp_path / "run", pusher=FailingPusher())
+    assert attempts == [0] and orchestrator.starts == []
+    assert latest_step(tmp_path / "run") is None
+
+
+def test_stop_saves_step_without_push(tokenizer_folder, tmp_path):
+    class StoppedAfterStep(RecordingOrchestrator):
+        def mark_trained(self, step):
+            super().mark_trained(step)
+            signal.raise_signal(signal.SIGTERM)
+
+    config = config_of(tokenizer_folder)
+    orchestrator = run(config, tmp_path / "run", StoppedAfterStep(config))
+    assert orchestrator.pushed == [(0, True)] and latest_step(tmp_path / "run") == 1
+
+
+def test_stop_ends_evaluation(tokenizer_folder, tmp_path):
+    class SlowEvaluation(RecordingOrchestrator):
+        def evaluate(self, count, *, wait_s):
+            signal.raise_signal(signal.SIGTERM)
+
+    train = TrainConfig(steps=2, eval_interval=1, save_interval=0)
+    config = config_of(tokenizer_folder, train=train, evaluation=EvaluationConfig(tasks=4))
+    run(config, tmp_path / "run", SlowEvaluation(config))
+    assert latest_step(tmp_path / "run") == 1
+    assert column(read(tmp_path / "run"), "held_out/math") == ([], [])
 
 
 class UnreliableEngine(RecordingOrchestrator):

@@ -9,15 +9,19 @@ import jax
 import numpy as np
 import pytest
 
+from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
 from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.model import glm5
 from glm5_jax.parallel import multihost
+from glm5_jax.rl.config import Teacher
 from glm5_jax.rl.trainers.async_trainer import AsyncRlTrainer
 from glm5_jax.rl.trajectory import BatchGroup, Trajectory, summarize_records
 from glm5_jax.rl.types import Reward
 from glm5_jax.rl.weights.pusher import PushResult
 from glm5_jax.runtime.http_server import find_free_port
+from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report
 from glm5_jax.training.experiment import MeshConfig
 from glm5_jax.training.metrics import TrainingStopped
@@ -108,13 +112,13 @@ class RecordingOrchestrator:
             version=arguments[1], checksum="", sent_bytes=7, full_bytes=7, duration_s=0.0, acks=()
         )
 
-    def evaluate(self, count):
+    def evaluate(self, count, *, wait_s):
         assert jax.process_index() == 0
         return {"math": {"reward": count / 8, "count": count, "failed": 0}}
 
 
-def train(workdir, ends=STEPS):
-    """Runs the trainer in each process."""
+def train(workdir, ends=STEPS, teacher=None):
+    """Runs the trainer in each process. teacher: checkpoint to distil from; None: it trains on rewards."""
     report.write_page = lambda workdir: None
     policy = SHARED["policy"]
     config = config_of(
@@ -125,6 +129,9 @@ def train(workdir, ends=STEPS):
         evaluation=dataclasses.replace(SHARED["evaluation"], tasks=4),
         mesh=MeshConfig(fsdp=DEVICES),
     )
+    if teacher is not None:
+        teachers = (Teacher(checkpoint=teacher),)
+        config = dataclasses.replace(config, objective="teachers", teachers=teachers)
     orchestrator = RecordingOrchestrator(ends)
     try:
         AsyncRlTrainer(config, workdir, orchestrator, orchestrator).run()
@@ -137,12 +144,12 @@ def train(workdir, ends=STEPS):
     multihost.any_process(False)
 
 
-def run_processes(count, workdir, ends=STEPS):
-    """Runs the trainer in `count` processes, and returns their outputs."""
+def run_processes(count, call):
+    """Runs a call, code of Python, in `count` processes, and returns their outputs."""
     code = "import sys\nimport jax\n"
     if count > 1:
         code += f"jax.distributed.initialize('localhost:{find_free_port()}', {count}, int(sys.argv[1]))\n"
-    code += f"from tests.rl.test_async_trainer_pod import train\ntrain({str(workdir)!r}, {ends})\n"
+    code += f"{call}\n"
     flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
     children = [
         subprocess.Popen(
@@ -161,9 +168,15 @@ def run_processes(count, workdir, ends=STEPS):
     return outputs
 
 
+def training(workdir, ends=STEPS, teacher=None):
+    """Returns the code that trains in a workdir."""
+    imported = "from tests.rl.test_async_trainer_pod import train"
+    return f"{imported}\ntrain({str(workdir)!r}, {ends}, {teacher!r})"
+
+
 def test_two_processes_train_like_one(tmp_path):
     for count in (1, 2):
-        run_processes(count, tmp_path / str(count))
+        run_processes(count, training(tmp_path / str(count)))
     one, two = (read(tmp_path / str(count)) for count in (1, 2))
     assert column(one, "group/order") == column(two, "group/order")
     for name in ("reward/mean", "loss/rl", "policy/entropy", "grad_norm/adamw"):
@@ -177,6 +190,18 @@ def test_two_processes_train_like_one(tmp_path):
     assert column(two, "dropped/failed")[1] == [1.0] * STEPS
 
 
+def test_two_processes_distil_like_one(tmp_path):
+    """The teacher scores the rows of all processes, and every process has all log-probs."""
+    params = glm5.init_params(SHARED["model"], jax.random.key(3))
+    save_hf(params, tmp_path / "teacher", cfg=SHARED["model"], tokenizer=Tokenizer.load("bytes"))
+    for count in (1, 2):
+        run_processes(count, training(tmp_path / str(count), teacher=str(tmp_path / "teacher")))
+    one, two = (column(read(tmp_path / str(count)), "loss/ref_kl") for count in (1, 2))
+    assert one[0] == two[0] == list(range(1, STEPS + 1))
+    assert one[1][0] != 0
+    np.testing.assert_allclose(two[1], one[1], rtol=2e-5, atol=1e-7)
+
+
 def test_failure_of_orchestrator_ends_all_processes(tmp_path):
-    outputs = run_processes(2, tmp_path / "run", ends=2)
+    outputs = run_processes(2, training(tmp_path / "run", ends=2))
     assert all("stopped:" in out and "no server answers" in out for out in outputs)

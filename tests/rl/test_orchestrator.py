@@ -289,6 +289,9 @@ def test_evaluates_held_out_tasks_without_training_on_them(stack, gate):
     timed_out = fleet.client.evaluate(100, 0.5)["a"]
     assert (timed_out["reward"], timed_out["count"], timed_out["failed"]) == (None, 0, 4)
     assert time.monotonic() - start < 10
+    # A call that waits less than the evaluation takes is repeated, and the evaluation is not.
+    assert fleet.client.evaluate(2, 0.5, wait_s=0.0) is None
+    assert fleet.client.evaluate(3, 20)["a"]["failed"] == 2
     held_out = {f"held-out-{name}" for name in "ab"}
     for group in fleet.train(2):
         assert not any(member.rollout_id.startswith(tuple(held_out)) for member in group.members)

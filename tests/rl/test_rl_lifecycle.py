@@ -20,6 +20,7 @@ from glm5_jax.training import report
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.schedule import ScheduleConfig
 from launch import stage_runner
+from launch.stage_plan import plan_stages
 from tests.model.small import one_layer
 
 STAGES = ("rl_reasoning", "rl_general", "distill")
@@ -76,7 +77,7 @@ def timeless_rows(folder):
 def test_rejects_teacher_without_checkpoint(tmp_path):
     (tmp_path / "rl_general/checkpoints").mkdir(parents=True)
     before = None
-    for stage in stage_runner.plan_stages(lifecycle_config(), tmp_path):
+    for stage in plan_stages(lifecycle_config(), tmp_path):
         before = stage.config.make_stage(stage.folder, None, before)
     before.close()
     with pytest.raises(ValueError, match="rl_general holds no checkpoint"):

@@ -125,7 +125,7 @@ class ScriptedEngine:
     def __init__(self, *scripts):
         self.scripts, self.prompts = scripts, []
 
-    def generate(self, prompts, samplings):
+    def generate(self, prompts, samplings, should_stop):
         self.prompts.append([list(ids) for ids in prompts])
         replies = [script.pop(0) for script in self.scripts if script][: len(prompts)]
         return [

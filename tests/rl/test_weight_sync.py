@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
+from glm5_jax.checkpoint.engine_dtypes import transfer_dtypes
+from glm5_jax.checkpoint.manifest import Manifest
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.worker import Worker
 from glm5_jax.parallel.tree import flatten
-from glm5_jax.rl.weights.buckets import split_tensor
 from glm5_jax.rl.weights.pusher import EngineAck, PushFailed, SyncConfig
 from glm5_jax.rl.weights.reshard import ReshardPusher, fingerprint
 from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher
@@ -24,7 +24,6 @@ from tests.rl.pushing import (
     DENSE,
     NARROW,
     SMALL,
-    begin_message,
     bits,
     bits_after_update,
     make_engine,
@@ -59,12 +58,12 @@ def test_all_pushers_load_same_bits(kind, tmp_path):
         pushes.append(NetworkPusher(cfg, [first.url, second.url], SMALL).push(weights, 6))
         assert first.bits == second.bits == expected
         assert first.version_and_checksum == second.version_and_checksum == (6, pushes[2].checksum)
-    assert pushes[1].checksum == pushes[2].checksum
     size = sum(x.size * transfer_dtypes(cfg)[path].itemsize for path, x in flatten(weights).items())
     for push in pushes:
         assert push.full_bytes == size and push.duration_s > 0 and push.failed_engines == ()
     assert pushes[0].sent_bytes == pushes[1].sent_bytes == size
-    assert 2 * size < pushes[2].sent_bytes < 2.1 * size  # to two engines, with the names of tensors
+    # The trainer sends each number to one of the two engines, which passes it on.
+    assert pushes[2].sent_bytes == size and [ack.sent_bytes for ack in pushes[2].acks] == [size] * 2
 
 
 def test_delta_push_loads_same_weights(served_engine):
@@ -112,16 +111,6 @@ def test_sends_full_weights_to_restarted_engine():
         assert server.version_and_checksum == (0, None)
         pushed = pusher.push(perturb(params()), 5)
         assert pushed.acks[0].mode == "full" and server.version_and_checksum == (5, pushed.checksum)
-
-
-def test_engine_verifies_base_of_delta(served_engine):
-    """It rejects changes of other weights than its own, whatever base the sender assumes."""
-    NetworkPusher(CFG, [served_engine.url], DELTA).push(params(), 1)
-    message = begin_message(2) | {"base": {"version": 1, "checksum": "0" * 32}}
-    status, response = served_engine.request("/weights/begin", message)
-    assert (
-        status == 409 and "changes of version 1 cannot be applied" in response["error"]["message"]
-    )
 
 
 @pytest.mark.parametrize("delta", [pytest.param(False, marks=SLOW), True])
@@ -333,24 +322,6 @@ def test_fingerprints_depend_on_bits_and_positions(dtype):
     assert not np.array_equal(fingerprint(zeros), fingerprint(-zeros))
 
 
-@pytest.mark.parametrize("num_changed", [0, 3, 400, 1000])
-def test_splits_changes_into_shorter_of_two_forms(num_changed):
-    rng = np.random.default_rng(0)
-    base = rng.standard_normal((40, 25)).astype(jnp.bfloat16)
-    new = base.copy()
-    new.reshape(-1)[rng.choice(1000, num_changed, replace=False)] += 1
-    pieces = list(split_tensor("x", new, base, 512))
-    size = sum(array.nbytes for piece in pieces for array in piece.values())
-    assert size <= new.nbytes and (num_changed > 0) == bool(pieces)
-    if num_changed == 3:
-        assert size <= 3 * (32 + 3 * 2)
-    full_pieces = list(split_tensor("x", new, None, 512))
-    assert [key for piece in full_pieces for key in piece] == [
-        f"x@{i}" for i in range(0, 1000, 256)
-    ]
-    assert all(array.nbytes <= 512 for piece in full_pieces for array in piece.values())
-
-
 @pytest.mark.parametrize(
     "field, value",
     [
@@ -358,6 +329,7 @@ def test_splits_changes_into_shorter_of_two_forms(num_changed):
         ("timeout_s", 0),
         ("load_timeout_s", -1.0),
         ("max_tries", 0),
+        ("max_connections", 0),
         ("keep", 0),
         ("bucket_bytes", 10),
     ],

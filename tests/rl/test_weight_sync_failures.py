@@ -14,61 +14,83 @@ import aiohttp
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save
 
 from experiments import serve
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.inference.shards import server as shard_server
+from glm5_jax.inference.shards.server import ShardLibrary, ShardServer
 from glm5_jax.model import glm5
 from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.rl.weights import reshard
+from glm5_jax.rl.weights.offers import make_offer
 from glm5_jax.rl.weights.pusher import PushFailed
 from glm5_jax.rl.weights.reshard import ReshardPusher
 from glm5_jax.rl.weights.weight_sync import NetworkPusher, SharedStoragePusher
-from glm5_jax.runtime.http_server import json_response
+from glm5_jax.runtime.http_server import ListenConfig, json_response
 from tests.rl.pushing import (
     CFG,
     SMALL,
     TOKENIZER,
     ServedEngine,
-    begin_message,
     bits,
     bits_after_update,
     make_engine,
+    offering,
     params,
-    send_tensors,
+    pull_message,
     serving,
 )
 
 
-def test_rejects_tensor_with_wrong_checksum(served_engine):
-    before = served_engine.bits
-    assert served_engine.request("/weights/begin", begin_message(1))[0] == 200
-    checksums = send_tensors(served_engine, params())
-    checksums[3] = "0" * 32
-    status, response = served_engine.request(
-        "/weights/commit", {"push": "a", "checksums": checksums}
-    )
-    assert status == 400 and "has the checksum" in response["error"]["message"]
-    assert list(begin_message(1)["tensors"])[3] in response["error"]["message"]
+def swap_halves(data):
+    """Returns bytes with exchanged halves."""
+    return bytes(data[len(data) // 2 :]) + bytes(data[: len(data) // 2])
+
+
+def test_rejects_part_that_changed_on_its_way(served_engine, monkeypatch):
+    before, encode = served_engine.bits, shard_server.encode
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            shard_server,
+            "encode",
+            lambda *parts: (full := encode(*parts))._replace(data=swap_halves(full.data)),
+        )
+        message = "did not arrive: .*the bytes have another checksum than was sent"
+        with pytest.raises(PushFailed, match=message) as raised:
+            NetworkPusher(CFG, [served_engine.url], SMALL).push(params(), 1)
+        assert not raised.value.is_refused
     assert served_engine.bits == before and served_engine.version_and_checksum == (0, None)
-    # The push has ended; the same one may start again, and each message may arrive twice.
-    for _ in range(2):
-        assert served_engine.request("/weights/begin", begin_message(1))[0] == 200
-    commit = {"push": "a", "checksums": send_tensors(served_engine, params())}
-    send_tensors(served_engine, params(2))  # ignored: the tensors are already complete
-    first, repeated = (served_engine.request("/weights/commit", commit) for _ in range(2))
-    assert first == repeated and first[0] == 200
-    assert served_engine.bits == bits_after_update(
-        params()
-    ) and served_engine.version_and_checksum == (1, first[1]["checksum"])
+    assert NetworkPusher(CFG, [served_engine.url], SMALL).push(params(), 1).failed_engines == ()
+    assert served_engine.bits == bits_after_update(params())
+
+
+def test_rejects_weights_with_wrong_fingerprint(served_engine, monkeypatch):
+    """The sender reads other numbers than it has offered, so that each reply has the right checksum."""
+    before, encode = served_engine.bits, shard_server.encode
+    monkeypatch.setattr(shard_server, "encode", lambda part, base: encode(part[::-1], base))
+    with pytest.raises(PushFailed, match="has arrived with other numbers than it was sent with"):
+        NetworkPusher(CFG, [served_engine.url], SMALL).push(params(), 1)
+    assert served_engine.bits == before and served_engine.version_and_checksum == (0, None)
+
+
+def test_repeated_messages_change_nothing(served_engine):
+    with offering(params(), 1) as source:
+        first, repeated = (
+            served_engine.request("/weights/pull", pull_message(source)) for _ in range(2)
+        )
+    assert first == repeated and first[0] == 200 and first[1]["from_trainer"] > 0
+    commits = [served_engine.request("/weights/commit", {"push": "a"}) for _ in range(2)]
+    assert commits[0] == commits[1] and commits[0][0] == 200
+    assert served_engine.version_and_checksum == (1, first[1]["checksum"])
+    assert served_engine.bits == bits_after_update(params())
 
 
 def test_loads_complete_push_after_sender_timed_out(served_engine):
     """The engine is busy and the trainer times out: the engine must not stay between two versions."""
-    may_continue = threading.Event()
-    served_engine.request("/weights/begin", begin_message(1))
-    commit = {"push": "a", "checksums": send_tensors(served_engine, params())}
+    may_continue, commit = threading.Event(), {"push": "a"}
+    with offering(params(), 1) as source:
+        assert served_engine.request("/weights/pull", pull_message(source))[0] == 200
     served_engine.server.worker.call(lambda engine: may_continue.wait(60))
 
     async def time_out():
@@ -79,12 +101,13 @@ def test_loads_complete_push_after_sender_timed_out(served_engine):
     with pytest.raises(TimeoutError):
         asyncio.run(time_out())
     assert served_engine.request("/weights")[1]["receiving"] == 1
-    status, response = served_engine.request("/weights/abort", {"push": "a"})
+    status, response = served_engine.request("/weights/abort", commit)
     assert (
         status == 409
         and "is complete, and the engine is loading it" in response["error"]["message"]
     )
-    assert served_engine.request("/weights/begin", begin_message(2, "b"))[0] == 409
+    with offering(params(2), 2) as source:
+        assert served_engine.request("/weights/pull", pull_message(source, "b"))[0] == 409
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         repeated = pool.submit(served_engine.request, "/weights/commit", commit)
         may_continue.set()
@@ -136,62 +159,53 @@ def test_rejects_transfer_with_wrong_fingerprint(monkeypatch):
     assert engine.version == 0 and bits(engine) == before
 
 
-def test_names_missing_tensor(served_engine):
+def test_names_array_that_trainer_does_not_send(served_engine):
     before = served_engine.bits
-    served_engine.request("/weights/begin", begin_message(1))
-    [name, *_] = begin_message(1)["tensors"]
-    part = save({f"{name}@0": np.zeros(10, np.float32)})
-    assert served_engine.request("/weights/part", part, push="a") == (200, {"complete": 0})
-    response = served_engine.request(
-        "/weights/commit", {"push": "a", "checksums": ["x"] * len(begin_message(1)["tensors"])}
-    )
-    assert (
-        response[0] == 400 and f"{name} is missing, 10 of its " in response[1]["error"]["message"]
-    )
-    assert served_engine.bits == before and served_engine.version_and_checksum == (0, None)
+    offer, shards = make_offer(params(), CFG, 1)
+    shards.discard("final_norm")
+    library = ShardLibrary()
+    library.versions[offer.checksum] = shards
+    with ShardServer(offer, library, ListenConfig(port=0)).running() as source:
+        status, response = served_engine.request("/weights/pull", pull_message(source))
+    assert status == 502 and "final_norm 0:128 did not arrive" in response["error"]["message"]
+    assert "final_norm 0:128 is not held here" in response["error"]["message"]
+    assert served_engine.bits == before
+    assert served_engine.request("/weights/commit", {"push": "a"})[0] == 409
 
 
-def test_rejects_invalid_part(served_engine):
-    def array(name, count, dtype=np.float32):
-        return {name: np.zeros(count, dtype)}
+def test_names_trainer_that_does_not_answer(served_engine):
+    message = pull_message("http://127.0.0.1:9")
+    status, response = served_engine.request("/weights/pull", message)
+    assert status == 502 and "http://127.0.0.1:9/weights/offer" in response["error"]["message"]
+    assert served_engine.request("/weights")[1]["receiving"] is None
 
-    mask, values = "model.norm.weight@0#mask", "model.norm.weight@0#values"
-    cases = [
-        (b"junk", "no safetensors"),
-        (save(array("model.norm.weight", 10**5)), "are too many"),
-        (save(array("model.norm.weight@-3", 1)), "is no piece of a tensor"),
-        (save(array("model.norm", 1)), "is no piece of a tensor"),
-        (save(array("model.norm.weight", 3, np.float16)), "arrives as F16, not float32"),
-        (save(array(mask, 1, np.uint8)), "arrived without"),
-        (save({mask: np.full(1, 255, np.uint8)} | array(values, 8)), "has no base"),
-    ]
-    for number, (part, message) in enumerate(cases):
-        name = f"push{number}"
-        assert served_engine.request("/weights/begin", begin_message(1, name))[0] == 200
-        status, response = served_engine.request("/weights/part", part, push=name)
-        assert status == 400 and message in response["error"]["message"], response
-        assert served_engine.request("/weights/abort", {"push": name})[0] in (200, 409)
+
+def test_pulls_from_trainer_what_other_engine_does_not_pass_on(served_engine):
+    """The other engine should pull, and ends before it does."""
+    size = sum(x.nbytes for x in jax.tree.leaves(params()))
+    with offering(params(), 1) as source:
+        peers = [[served_engine.url], ["http://127.0.0.1:9"]]
+        message = pull_message(source, peers=peers)
+        status, reply = served_engine.request("/weights/pull", message)
+    assert (status, reply["from_trainer"], reply["from_engines"]) == (200, size, 0)
 
 
 def test_rejects_second_push_during_first(served_engine, tmp_path):
-    assert served_engine.request("/weights/begin", begin_message(1))[0] == 200
-    assert served_engine.request("/weights")[1]["receiving"] == 1
-    for path, body in (
-        ("/weights/begin", begin_message(2, "b")),
-        ("/update_weights", {"path": str(tmp_path), "version": 2}),
-    ):
-        status, response = served_engine.request(path, body)
-        assert status == 409 and "version 1 is being loaded" in response["error"]["message"]
+    with offering(params(), 1) as source, offering(params(2), 2) as other_source:
+        assert served_engine.request("/weights/pull", pull_message(source))[0] == 200
+        assert served_engine.request("/weights")[1]["receiving"] == 1
+        for path, body in (
+            ("/weights/pull", pull_message(other_source, "b")),
+            ("/update_weights", {"path": str(tmp_path), "version": 2}),
+        ):
+            status, response = served_engine.request(path, body)
+            assert status == 409 and "version 1 is being loaded" in response["error"]["message"]
     message = "version 1 is being loaded; push again after that"
     with pytest.raises(PushFailed, match=message) as raised:
         NetworkPusher(CFG, [served_engine.url], SMALL).push(params(), 2)
     assert not raised.value.is_refused
-    for path, body in (
-        ("/weights/commit", {"push": "b", "checksums": []}),
-        ("/weights/abort", {"push": "b"}),
-    ):
-        assert served_engine.request(path, body)[0] == 409
-    assert served_engine.request("/weights/part", b"", push="b")[0] == 409
+    for path in ("/weights/commit", "/weights/abort"):
+        assert served_engine.request(path, {"push": "b"})[0] == 409
     assert served_engine.request("/weights/abort", {"push": "a"})[0] == 200
     assert NetworkPusher(CFG, [served_engine.url], SMALL).push(params(), 2).failed_engines == ()
 
@@ -200,15 +214,13 @@ def test_abandoned_push_expires():
     now = 0.0
     with serving(push_timeout_s=5.0, clock=lambda: now) as server:
         before = server.bits
-        server.request("/weights/begin", begin_message(1, "killed"))
-        now = 4.0
-        part = save({"model.norm.weight@0": np.zeros(3, np.float32)})
-        server.request("/weights/part", part, push="killed")
-        now = 8.9
+        with offering(params(), 1) as source:
+            server.request("/weights/pull", pull_message(source, "killed"))
+        now = 4.9
         with pytest.raises(PushFailed, match="version 1 is being loaded"):
             NetworkPusher(CFG, [server.url], SMALL).push(params(), 2)
         assert server.bits == before
-        now = 9.1
+        now = 5.1
         assert server.request("/weights")[1]["receiving"] is None
         assert NetworkPusher(CFG, [server.url], SMALL).push(params(), 2).failed_engines == ()
         assert server.bits == bits_after_update(params())
@@ -222,7 +234,7 @@ def test_aborts_push_that_fails_at_sender(served_engine):
         NetworkPusher(CFG, [served_engine.url], SMALL).push(weights, 2)
     status = served_engine.request("/weights")[1]
     assert status.pop("instance")
-    assert status == {"version": 0, "checksum": None, "base": False, "receiving": None}
+    assert status == {"version": 0, "checksum": None, "receiving": None}
     assert served_engine.bits == before
 
 
@@ -329,24 +341,42 @@ def test_retries_broken_connection(served_engine):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-OTHER_MODELS = {
-    "wrong dtype: model.embed_tokens.weight is float16, not float32": {"dtype": "float16"},
-    "wrong shape: model.layers.0.mlp.gate_proj.weight is [96, 128], not": {"intermediate_size": 96},
-    "another model: rope_parameters.rope_theta 500000.0 (here 10000.0)": {
-        "rope_parameters": dataclasses.replace(CFG.rope_parameters, rope_theta=5e5)
-    },
-    "missing: model.layers.2.": {"num_nextn_predict_layers": 0},
-}
+# (message of a push through a folder, of one over the network, changed fields)
+OTHER_MODELS = [
+    (
+        "wrong dtype: model.embed_tokens.weight is float16, not float32",
+        "wrong dtype: dense_layers/attn/k_b is float16, not float32",
+        {"dtype": "float16"},
+    ),
+    (
+        "wrong shape: model.layers.0.mlp.gate_proj.weight is [96, 128], not",
+        "wrong shape: dense_layers/mlp/gate is [1, 128, 96], not",
+        {"intermediate_size": 96},
+    ),
+    (
+        "another model: rope_parameters.rope_theta 500000.0 (here 10000.0)",
+        "another model: rope_parameters.rope_theta 500000.0 (here 10000.0)",
+        {"rope_parameters": dataclasses.replace(CFG.rope_parameters, rope_theta=5e5)},
+    ),
+    (
+        "missing: model.layers.2.",
+        "missing: mtp/",
+        {"num_nextn_predict_layers": 0},
+    ),
+]
 
 
 def test_rejects_weights_of_other_model_before_sending(served_engine, tmp_path):
     before = served_engine.bits
-    for number, (message, changes) in enumerate(OTHER_MODELS.items()):
+    for number, (storage_message, network_message, changes) in enumerate(OTHER_MODELS):
         cfg = dataclasses.replace(CFG, **changes)
         other = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), glm5.abstract_params(cfg))
-        for pusher in (
-            NetworkPusher(cfg, [served_engine.url], SMALL),
-            SharedStoragePusher(cfg, tmp_path / str(number), [served_engine.url], SMALL),
+        for message, pusher in (
+            (network_message, NetworkPusher(cfg, [served_engine.url], SMALL)),
+            (
+                storage_message,
+                SharedStoragePusher(cfg, tmp_path / str(number), [served_engine.url], SMALL),
+            ),
         ):
             with pytest.raises(PushFailed) as raised:
                 pusher.push(other, 1)
@@ -356,7 +386,7 @@ def test_rejects_weights_of_other_model_before_sending(served_engine, tmp_path):
 
 def test_pusher_rejects_incomplete_tree(served_engine):
     weights = {name: leaf for name, leaf in params().items() if name != "final_norm"}
-    with pytest.raises(ValueError, match="missing: final_norm"):
+    with pytest.raises(ValueError, match="final_norm is missing"):
         NetworkPusher(CFG, [served_engine.url], SMALL).push(weights, 1)
     with pytest.raises(ValueError, match="final_norm is missing"):
         ReshardPusher([make_engine()]).push(weights, 1)

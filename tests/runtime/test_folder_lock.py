@@ -55,3 +55,17 @@ def test_rejects_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         FolderLock(tmp_path / "file")
+
+
+def test_removes_only_unused_folder_that_it_created(tmp_path):
+    for name, written in (("new", False), ("used", True)):
+        folder = tmp_path / name
+        with FolderLock(folder) as lock:
+            if written:
+                (folder / "result").touch()
+            lock.remove_unused_folder()
+        assert folder.exists() == written
+    with FolderLock(tmp_path / "used") as lock:
+        (tmp_path / "used" / "result").unlink()
+        lock.remove_unused_folder()
+    assert (tmp_path / "used").exists()

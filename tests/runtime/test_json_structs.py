@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec import Meta
 
+from glm5_jax.runtime import json_structs
 from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.runtime.json_body import NumberList, parse
 from glm5_jax.runtime.json_encoding import json_bytes
@@ -227,3 +228,11 @@ def test_reads_deeply_nested_values():
 def test_rejects_lone_surrogates(value):
     with pytest.raises(ApiError, match="is not|does not match"):
         decode(value, Body)
+
+
+def test_logs_few_ignored_fields(caplog, monkeypatch):
+    monkeypatch.setattr(json_structs, "ignored_paths", set())
+    for first in range(0, 3000, 1000):
+        names = {f"x{first + i}": None for i in range(1000)}
+        assert decode({"count": 1, **names}, Body, ignore_neutral=True) == Body(count=1)
+    assert len(caplog.records) == json_structs.MAX_IGNORED_LOGGED

@@ -8,6 +8,7 @@ from glm5_jax.runtime.placement import (
     Health,
     Restarts,
     Role,
+    escape_words,
     http_url,
     substitute_words,
     topological_order,
@@ -47,6 +48,26 @@ def test_substitutes_only_words_in_braces():
     values = {"python": "py", "port": "0", "engine.urls": "http://a,http://b"}
     expected = ["py", "--x={'kind': 'a'}", "--port=0", "http://a,http://b", "${HOME} {}"]
     assert substitute_words(argv, values) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{answer}",
+        "{host}",
+        "{{port}}",
+        "{{{x}",
+        "{engine.urls}{",
+        "{a}{b-c}",
+        "{}",
+        "{A}",
+        "{{",
+    ],
+)
+def test_keeps_escaped_words_of_users(text):
+    role = Role(name="train", argv=["{python}", f"--x={escape_words(text)}"])
+    assert role.words == ("python",) and role.needs == ()
+    assert substitute_words(role.argv, {"python": "py"}) == ["py", f"--x={text}"]
 
 
 def test_formats_addresses_as_urls():

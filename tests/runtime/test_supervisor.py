@@ -293,6 +293,18 @@ def test_restarts_all_processes_of_program(tmp_path):
     assert (tmp_path / "train-0.0.log").exists() and (tmp_path / "train-0.1.log").exists()
 
 
+def test_restarts_all_processes_of_server_at_same_address(tmp_path):
+    """The first process keeps its port. The others, here on one machine with it, listen at ports of their own."""
+    with roles(tmp_path, small("a", hosts=2)) as running:
+        url, first = running.url("a"), running.pids("a")
+        assert get_arguments(url)["pid"] == first[0]
+        os.kill(first[1], signal.SIGKILL)
+        new_pid = wait_for_restart(running, "a", first[0])
+        assert running.url("a") == url and get_arguments(url)["pid"] == new_pid
+        assert ends(first[0]) and len(running.pids("a")) == 2
+    assert event_names(tmp_path)[-1] == "a stopped"
+
+
 def test_restarts_dependent_role_after_address_change(tmp_path):
     mover = Role(name="a", argv=["{python}", SMALL, "{host}", "0", "{ready}"], restarts=SOON)
     with roles(tmp_path, mover, small("b", "{a.url}", restarts=NEVER)) as running:

@@ -65,3 +65,15 @@ def test_prints_field_names_of_files_printably(tmp_path, capsys):
 def test_keeps_printable_text():
     text = "Hélène 🧑\u200d🚀 日本 שלום\n\tdef f(): pass"
     assert make_printable(text) == text
+
+
+def test_escapes_characters_that_output_cannot_encode(monkeypatch):
+    content = io.BytesIO()
+    stream = io.TextIOWrapper(content, encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr("sys.stderr", stream)
+    clean_logging()
+    ProgressBar(3).print("a sample: é 日")
+    print_error("no file é")
+    stream.flush()
+    assert content.getvalue() == b"a sample: \\xe9 \\u65e5\nerror: no file \\xe9\n"

@@ -51,3 +51,19 @@ def test_rejects_text_beyond_length_limit(monkeypatch):
     assert loaded.encode("a" * 1000)
     with pytest.raises(ValueError, match="has 1,001 characters, and at most 1,000"):
         loaded.encode("a" * 1001)
+
+
+@pytest.mark.parametrize("name", ["continuing_subword_prefix", "end_of_word_suffix"])
+@pytest.mark.parametrize("value", ["x", "ĠĠĠ"])
+def test_rejects_affixes_of_tokens(name, value):
+    """Some of these definitions end the process in native code."""
+    model = json.loads(changed_definition())["model"] | {name: value}
+    with pytest.raises(ValueError, match=f"model.{name} is '{value}'; byte-level BPE has none"):
+        Tokenizer(changed_definition(model=model))
+
+
+def test_reads_definition_without_added_tokens():
+    definition = json.loads(changed_definition())
+    del definition["added_tokens"]
+    tokenizer = Tokenizer(json.dumps(definition))
+    assert tokenizer.special_ids == {} and tokenizer.decode(tokenizer.encode("é 1")) == "é 1"

@@ -20,8 +20,21 @@ from glm5_jax.training.metrics import Recorder, TrainingStopped
 from tests.training import bigram
 
 
-def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n: 4, **settings):
-    """Resumes, trains and returns the last state. stop_at: step of a stop signal, 0 for none."""
+def run(
+    workdir,
+    steps=12,
+    *,
+    stop_at=0,
+    stop=False,
+    loader=None,
+    sizes=lambda n: 4,
+    on_evaluation=lambda step: None,
+    **settings,
+):
+    """Resumes, trains and returns the last state.
+
+    stop_at: step of a stop signal, 0 for none. on_evaluation: called at the begin of each evaluation, with its step.
+    """
     config = loop.TrainConfig(save_interval=3, eval_interval=4, sample_interval=0, **settings)
     loader = loader or bigram.Loader()
     with Store(workdir, config.keep) as store:
@@ -41,31 +54,43 @@ def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n
                 max_skipped=config.max_skipped,
                 max_consecutive_skipped=config.max_consecutive_skipped,
             )
+            update = jax.jit(bigram.step, donate_argnums=0)
+            if stop_at:
+                stop = StopAfter(stop_at - done)
+
+            def step(state, batch):
+                if stop_at:
+                    stop.left -= 1
+                return update(state, batch)
+
+            def evaluate(state, n):
+                on_evaluation(n)
+                return {"held_out/loss": held_out(state)}
+
             state = loop.train(
                 config,
                 steps,
-                step=jax.jit(bigram.step, donate_argnums=0),
+                step=step,
                 state=state,
                 loader=loader,
                 place=lambda batch: batch,
                 batch_size=sizes,
                 store=store,
                 recorder=recorder,
-                evaluate=lambda state, n: {"held_out/loss": held_out(state)},
+                evaluate=evaluate,
                 sample=lambda state, n: f"sample {n}",
-                stop=NthCheck(stop_at - done) if stop_at else stop,
+                stop=stop,
             )
     return state
 
 
-class NthCheck:
-    """Stop signal that is set at its nth check; there is one check per step."""
+class StopAfter:
+    """Stop signal that is set once `left`, the number of steps before it, is 0."""
 
-    def __init__(self, n: int):
-        self.left = n
+    def __init__(self, left: int):
+        self.left = left
 
     def __bool__(self):
-        self.left -= 1
         return self.left <= 0
 
 

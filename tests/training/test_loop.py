@@ -16,7 +16,7 @@ from glm5_jax.metrics import metrics_log
 from glm5_jax.training import loop
 from glm5_jax.training.metrics import Diverged, TrainingStopped
 from tests.training import bigram
-from tests.training.bigram_run import run
+from tests.training.bigram_run import StopAfter, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -58,6 +58,20 @@ def test_resumed_run_equals_unbroken_run_bitwise(unbroken, tmp_path, stops):
             assert store.latest == at  # a stopped run saves
     assert is_equal(run(tmp_path), last)
     assert losses(tmp_path) == losses(workdir)
+
+
+def test_saves_step_of_stop_during_evaluation(tmp_path):
+    stop = StopAfter(1)
+    run(tmp_path, stop=stop, on_evaluation=lambda step: setattr(stop, "left", 0))
+    with Store(tmp_path) as store:
+        assert store.latest == 4  # of the first evaluation; saves are due at steps 3 and 6
+
+
+def test_stop_before_first_step_saves_nothing(tmp_path):
+    state = run(tmp_path, stop=True)
+    assert int(state["step"]) == 0
+    with Store(tmp_path) as store:
+        assert store.latest is None
 
 
 def test_finished_run_does_not_train(unbroken, tmp_path):

@@ -122,6 +122,17 @@ def test_page_is_self_contained_and_complete(workdir):
     ):
         assert part in words, part
     assert words.index("step 100") < words.index("step 40") < words.index("step 20")
+    assert "Starts" not in words
+
+
+def test_page_lists_starts(workdir):
+    for step in ("0", "20"):
+        report.note_start(workdir, time=f"day {step}", command="run <a>", jax="1.2")
+    page = Checker()
+    page.feed(report.write_page(workdir).read_text())
+    words = " ".join(page.text)
+    assert words.index("Starts") < words.index("day 20") < words.index("day 0")
+    assert "run <a>" in words
 
 
 def test_writes_page_after_one_step(tmp_path):

@@ -42,6 +42,29 @@ def smooth(
 
     tokens: text, all of which is read at once. The MTP layer is unchanged, because it only drafts.
     """
+    flat = flatten(params)
+    for path, scale in smoothing_scales(params, cfg, tokens, group).items():
+        up, down = flat[f"{path}/up"], flat[f"{path}/down"]
+        flat[f"{path}/up"], flat[f"{path}/down"] = scale_up(up, scale), scale_down(down, scale)
+    return unflatten(flat)
+
+
+@jax.jit
+def scale_up(up: Float[Array, "*batch d f"], scale: Float[Array, "*batch f"]) -> Array:
+    """Divides the columns of an up-projection by scales."""
+    return (up / scale[..., None, :]).astype(up.dtype)
+
+
+@jax.jit
+def scale_down(down: Float[Array, "*batch f d"], scale: Float[Array, "*batch f"]) -> Array:
+    """Multiplies the rows of a down-projection by scales."""
+    return (down * scale[..., None]).astype(down.dtype)
+
+
+def smoothing_scales(
+    params: PyTree, cfg: ModelConfig, tokens: Int[ArrayLike, "b t"], group: int = GROUP
+) -> dict[str, Array]:
+    """Returns the scales [l f] or [l e f] of each feed-forward by its path; see `smooth`."""
     scales_of = collections.defaultdict(list)
     for stack, w, x in feed_forwards(params, cfg, tokens):
         for part in [part for part in PARTS if part in w]:
@@ -53,12 +76,7 @@ def smooth(
             else:
                 scale = scales(*matrices, jnp.ones(len(x), bool), x, None)
             scales_of[f"{stack}/{part}"].append(scale)
-    flat = flatten(params)
-    for path, of_layers in scales_of.items():
-        scale, up, down = jnp.stack(of_layers), flat[f"{path}/up"], flat[f"{path}/down"]
-        flat[f"{path}/up"] = (up / scale[..., None, :]).astype(up.dtype)
-        flat[f"{path}/down"] = (down * scale[..., None]).astype(down.dtype)
-    return unflatten(flat)
+    return {path: jnp.stack(of_layers) for path, of_layers in scales_of.items()}
 
 
 @functools.partial(jax.jit, static_argnames="group")
@@ -84,7 +102,8 @@ def scales(
         """Returns the squared error of the quantised product."""
         rows, w = hidden / scale, down * scale[:, None]
         if group is None:
-            got = quantized_einsum("md,df->mf", rows, Int8(*round_w8(w, (0,))))
+            q, row_scale = round_w8(w, (0,))
+            got = quantized_einsum("md,df->mf", rows, Int8(q, row_scale))
         else:
             q, row_scale = quantize_a8(rows)
             got = w4a8.matmul(q, row_scale[:, None], *quantize_w4(w, group), jnp.float32)
@@ -109,7 +128,7 @@ def feed_forwards(
 ) -> Iterator[tuple[str, dict, Float[Array, "m d"]]]:
     """Yields (stack's name, layer's weights, normed inputs [b*t d] of its feed-forward) for each layer of the trunk.
 
-    The layers are in order and run in the forward's blocks.
+    The layers are in order and run in the forward's blocks. Of a stack, the weights of one layer are read at a time.
     """
     tokens = jnp.asarray(tokens)
     b, t = tokens.shape
@@ -124,11 +143,11 @@ def feed_forwards(
         x, selection, *_ = block(w, x, selection, None, context, kind=kind)
         return x, selection, rms_norm(middle, w["mlp_norm"], cfg.rms_norm_eps)
 
-    x, selection = vocabulary.embed(params, weights, tokens), Selection(None, None)
-    layers_of = glm5.unstack(params, cfg)
+    embedding = {"embed": {"weight": jnp.asarray(params["embed"]["weight"][()])}}
+    x, selection = vocabulary.embed(embedding, weights, tokens), Selection(None, None)
     for name, layers in glm5.stacks(cfg):
-        for layer, w in zip(layers, layers_of[name]):
-            w = weights(name, w, sliced=True)
+        for layer in layers:
+            w = weights(name, glm5.layer_of(params[name], cfg, layers, layer), sliced=True)
             # With zero weights in its feed-forward, a layer returns that feed-forward's input. The zeros are arguments,
             # because as constants they make XLA:CPU leave some rows unwritten.
             idle = {part: jax.tree.map(jnp.zeros_like, w[part]) for part in PARTS if part in w}

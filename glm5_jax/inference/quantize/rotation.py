@@ -16,18 +16,20 @@ docs/results/serving.md has what that would gain.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float64, PyTree
+from jaxtyping import Array, PyTree
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.inference.quantize.hadamard import Basis, random_basis, times_basis
 from glm5_jax.model import glm5
 from glm5_jax.model.rotated_norm import RotatedNorm
 from glm5_jax.parallel import axes
-from glm5_jax.parallel.tree import flatten, unflatten
+from glm5_jax.parallel.tree import flatten, map_with_path, unflatten
 from pallas_kernels.numerics import accum_dtype
 
 SPACES = "dqcu"
@@ -60,36 +62,73 @@ def fold(params: PyTree, cfg: ModelConfig) -> tuple[PyTree, ModelConfig]:
     becomes a separate weight, because the embedding is rotated and the head is not. Raises ValueError for attention
     other than MLA.
     """
+    rotated_cfg, flat = rotated_config(cfg), flatten(params)
+    if cfg.tie_word_embeddings:
+        flat["lm_head/weight"] = flat["embed/weight"].T
+    norms = dict(flat)
+    for path, fold_of_path in folds(cfg).items():
+        gain = norms[fold_of_path.norm]
+        if fold_of_path.layers is not None:
+            gain = gain[np.array(fold_of_path.layers)]
+        flat[path] = fold_weight(path, flat[path], gain, fold_of_path.dim)
+        flat[fold_of_path.norm] = jnp.ones_like(norms[fold_of_path.norm])
+    return unflatten(flat), rotated_cfg
+
+
+def rotated_config(cfg: ModelConfig) -> ModelConfig:
+    """Returns the config of the rotated model. Raises ValueError for attention other than MLA."""
     if cfg.projections != "mla" or {*cfg.layer_kinds} - {"full", "window"}:
         raise ValueError(
             "only a model whose layers all have GLM-5's own attention (MLA) can be rotated, not "
             f"projections {cfg.projections!r} with layers {sorted({*cfg.layer_kinds})}"
         )
-    flat = flatten(params)
-    if cfg.tie_word_embeddings:
-        flat["lm_head/weight"] = flat["embed/weight"].T
-        cfg = dataclasses.replace(cfg, tie_word_embeddings=False)
+    return dataclasses.replace(cfg, tie_word_embeddings=False)
+
+
+class Fold(NamedTuple):
+    """Norm whose weight is folded into a matrix.
+
+    Attributes:
+      norm: path of the norm.
+      dim: dimension of the matrix that the norm scales, with a leading `l` in a stack of layers.
+      layers: index in the norm's stack of each layer of the matrix's; None: there is no stack.
+    """
+
+    norm: str
+    dim: int
+    layers: tuple[int, ...] | None
+
+
+def folds(cfg: ModelConfig) -> dict[str, Fold]:
+    """Returns the norm that is folded into each matrix, by the matrix's path."""
     names = flatten(glm5.axis_letters(cfg))
     blocks: dict[str, range | None] = {name: layers for name, layers in glm5.stacks(cfg)}
     if cfg.num_nextn_predict_layers:
         blocks["mtp/block"] = None
-        # Only the embedding's half: the input of the other half is not rotated.
-        norm, matrix = flat["mtp/enorm"], flat["mtp/eh_proj"]
-        halves = jnp.split(matrix, 2)
-        flat["mtp/eh_proj"] = jnp.concatenate([_scaled(halves[0], norm, 0), halves[1]])
-        flat["mtp/enorm"] = jnp.ones_like(norm)
+    out = {"mtp/eh_proj": Fold("mtp/enorm", 0, None)} if cfg.num_nextn_predict_layers else {}
     for block, layers in blocks.items():
         for norm, (letter, readers) in READERS.items():
-            gain = flat[f"{block}/{norm}"]
             for path in [f"{block}/{reader}" for reader in readers]:
-                if path not in flat:
+                if path not in names:
                     continue
-                reader_gain = gain
-                if layers is not None and "/indexer/" in path:
-                    reader_gain = gain[np.array([i in cfg.full_layers for i in layers])]
-                flat[path] = _scaled(flat[path], reader_gain, names[path].split().index(letter))
-            flat[f"{block}/{norm}"] = jnp.ones_like(gain)
-    return unflatten(flat), cfg
+                positions = None
+                if layers is not None:
+                    positions = tuple(
+                        i
+                        for i, layer in enumerate(layers)
+                        if "/indexer/" not in path or layer in cfg.full_layers
+                    )
+                out[path] = Fold(f"{block}/{norm}", names[path].split().index(letter), positions)
+    return out
+
+
+def fold_weight(path: str, w: Array, gain: Array, dim: int) -> Array:
+    """Multiplies a matrix by a norm's weight along a dimension; both may have a leading axis l."""
+    if path != "mtp/eh_proj":
+        return _scaled(w, gain, dim)
+    # Only the embedding's half: the input of the other half is not rotated.
+    embedded, hidden = jnp.split(w, 2)
+    return jnp.concatenate([_scaled(embedded, gain, dim), hidden])
 
 
 @functools.partial(jax.jit, static_argnames="dim")
@@ -102,44 +141,38 @@ def _scaled(w, gain, dim: int):
     return (w.astype(inner) * gain.astype(inner)).astype(w.dtype)
 
 
-def turn(params: PyTree, cfg: ModelConfig, matrices: dict[str, np.ndarray]) -> PyTree:
-    """Rotates spaces: returns parameters of the same function whose vectors x of a space are x @ matrices[space].
+def turn(params: PyTree, cfg: ModelConfig, spaces: Mapping[str, Basis]) -> PyTree:
+    """Rotates spaces: returns parameters of the same function whose vectors x of a space are x @ spaces[space].matrix.
 
-    matrices: {axis letter: orthogonal matrix [size size]}; other spaces stay unchanged. The norms' weights must be ones
-    (`fold`).
+    spaces: {axis letter: basis}; other spaces stay unchanged. The norms' weights must be ones (`fold`).
     """
-    flat = flatten(params)
-    matrices = {letter: np.asarray(m, np.float64) for letter, m in matrices.items()}
-    for path, names in flatten(glm5.axis_letters(cfg)).items():
-        if path in FINAL_NORMS:
-            if "d" in matrices:
-                flat[path] = _turned_back(flat[path], matrices["d"])
-        elif path not in UNROTATED and not path.endswith("norm"):
-            flat[path] = _turned(flat[path], names.split(), matrices, cfg)
-    return unflatten(flat)
+    letters = flatten(glm5.axis_letters(cfg))
+    return map_with_path(lambda path, w: turn_weight(path, w, letters[path], cfg, spaces), params)
 
 
-def _turned(w, names: list[str], matrices, cfg: ModelConfig):
-    """Rotates a weight with these axis letters along each dimension that is, or begins with, a space."""
-    parts = {"cr": ("c", cfg.kv_lora_rank), "dd": ("d", cfg.hidden_size)}
-    for dim, name in enumerate(names):
-        letter, size = parts.get(name, (name, w.shape[dim]))
-        if letter in matrices:
-            matrix = jnp.asarray(matrices[letter], accum_dtype(w.dtype))
-            w = _times_matrix(w, matrix, dim=dim, size=size)
+def turn_weight(path: str, w: Any, letters: str, cfg: ModelConfig, spaces: Mapping[str, Basis]):
+    """Rotates a weight with these axis letters along each dimension that is, or begins with, a space.
+
+    The final norms also rotate the stream back.
+    """
+    if path in FINAL_NORMS:
+        return _turned_back(w, spaces["d"].matrix) if "d" in spaces else w
+    for dim, letter, size in turned_dims(path, letters, cfg):
+        if letter in spaces:
+            w = times_basis(w, spaces[letter], dim=dim, size=size)
     return w
 
 
-@functools.partial(jax.jit, static_argnames=("dim", "size"))  # one program instead of five
-def _times_matrix(w, matrix, *, dim: int, size: int):
-    """Multiplies the first `size` numbers along dimension `dim` of a weight by a matrix [size size]."""
-    head, tail = jnp.split(w, [size], axis=dim)
-    head = jnp.tensordot(head.astype(matrix.dtype), matrix, (dim, 0), precision="highest")
-    head = jnp.moveaxis(head, -1, dim).astype(w.dtype)
-    return jnp.concatenate([head, tail], axis=dim)
+def turned_dims(path: str, letters: str, cfg: ModelConfig) -> list[tuple[int, str, int]]:
+    """Returns (dimension, space, size of the space) of the dimensions along which a weight is rotated."""
+    if path in (*UNROTATED, *FINAL_NORMS) or path.endswith("norm"):
+        return []
+    sizes = axes.sizes(cfg)
+    names = [{"cr": "c", "dd": "d"}.get(name, name) for name in letters.split()]
+    return [(dim, name, sizes[name]) for dim, name in enumerate(names) if name in SPACES]
 
 
-def _turned_back(w, matrix):
+def _turned_back(w, matrix: np.ndarray) -> RotatedNorm:
     """Returns a final norm that also rotates the stream back."""
     before = w.back if isinstance(w, RotatedNorm) else jnp.eye(len(matrix), dtype=w.dtype)
     inner = accum_dtype(before.dtype)
@@ -149,41 +182,7 @@ def _turned_back(w, matrix):
     return RotatedNorm(w.weight if isinstance(w, RotatedNorm) else w, back)
 
 
-def bases(cfg: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns a random orthogonal matrix for each of SPACES."""
+def bases(cfg: ModelConfig, seed: int = 0) -> dict[str, Basis]:
+    """Returns a random orthogonal basis for each of SPACES."""
     sizes = axes.sizes(cfg)
-    return {x: orthogonal(sizes[x], [seed, zlib.crc32(x.encode())]) for x in SPACES}
-
-
-def orthogonal(size: int, seed: int | Sequence[int]) -> Float64[np.ndarray, "size size"]:
-    """Returns a random orthogonal matrix float64[size size].
-
-    It is a Hadamard matrix with random signs if one of this size is known, because that spreads a channel evenly.
-    Otherwise it is drawn uniformly.
-    """
-    draw = np.random.default_rng(seed)
-    known = hadamard(size)
-    if known is not None:
-        return draw.choice([-1.0, 1.0], size)[:, None] * known / np.sqrt(size)
-    q, r = np.linalg.qr(draw.standard_normal((size, size)))
-    return q * np.sign(np.diag(r))
-
-
-@functools.cache
-def hadamard(size: int) -> np.ndarray | None:
-    """Returns a Hadamard matrix by Sylvester's doubling or Paley's construction, or None if neither gives one."""
-    if size == 1:
-        return np.ones((1, 1))
-    half = hadamard(size // 2) if size % 2 == 0 else None
-    if half is not None:
-        return np.block([[half, half], [half, -half]])
-    prime = size - 1
-    if prime % 4 != 3 or any(prime % i == 0 for i in range(2, int(prime**0.5) + 1)):
-        return None
-    squares = {i * i % prime for i in range(1, prime)}
-    character = np.array([0] + [1 if i in squares else -1 for i in range(1, prime)])
-    index = np.arange(prime)
-    out = np.ones((size, size))
-    out[1:, 0] = -1
-    out[1:, 1:] = character[(index[:, None] - index) % prime] + np.eye(prime)
-    return out
+    return {x: random_basis(sizes[x], [seed, zlib.crc32(x.encode())]) for x in SPACES}

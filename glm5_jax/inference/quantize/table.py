@@ -90,8 +90,10 @@ def quantised(path: str, w: Array, letters: str, group: int | None) -> Int4 | In
     """
     if re.search(RULES[0][0], path):
         assert group is not None, "an int4 weight has groups"
-        return Int4(*_w4(w, group=group))
-    return Int8(*_w8(w, axes=summed(letters)))
+        packed, scale = _w4(w, group=group)
+        return Int4(packed, scale)
+    q, scale = _w8(w, axes=summed(letters))
+    return Int8(q, scale)
 
 
 def summed(letters: str) -> tuple[int, ...]:

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.rl.algorithm.advantage import BASELINES, compute_advantages
-from glm5_jax.rl.trajectory import BatchGroup, Group
+from glm5_jax.rl.trajectory import BatchGroup, Group, Trajectory
 from glm5_jax.rl.types import Reward
 
 NORMALISATIONS = ("sequence", "token")
@@ -78,15 +78,26 @@ def assign_batch_credit(
         if config.drop_zero_variance_groups and len(set(group.baseline)) < 2:
             continue
         advantages = compute_advantages(group.baseline, config.baseline)
-        for index, member in enumerate(group.members):
-            # Copies come after the originals, in their order.
-            copy, original = divmod(index, len(advantages))
-            for record in member.records:
-                if copy:
-                    name = f"{record.rollout_id}+{copy}"
-                    record = dataclasses.replace(record, rollout_id=name)
-                scored.append((record, member.reward, advantages[original]))
+        scored += [
+            (record, member.reward, advantages[original])
+            for record, member, original in _records_of_group(group)
+        ]
     return _fill_streams(scored, config, vocab_size)
+
+
+def _records_of_group(group: BatchGroup) -> Iterator[tuple[TokenRecord, Trajectory, int]]:
+    """Yields the records of a group, each with its member and the index of the original of that member.
+
+    The rollouts of copies get names of their own.
+    """
+    for index, member in enumerate(group.members):
+        # Copies come after the originals, in their order.
+        copy, original = divmod(index, len(group.baseline))
+        for record in member.records:
+            if copy:
+                name = f"{record.rollout_id}+{copy}"
+                record = dataclasses.replace(record, rollout_id=name)
+            yield record, member, original
 
 
 def make_distillation_records(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]:
@@ -100,6 +111,20 @@ def make_distillation_records(groups: Iterable[Group], config: CreditConfig) -> 
         for record, attempt in zip(group.records, group.attempts, strict=True)
         if attempt.finish_reason != "failed"
     ]
+    return _add_distillation_weights(records, config)
+
+
+def make_batch_distillation_records(
+    groups: Iterable[BatchGroup], config: CreditConfig
+) -> list[TokenRecord]:
+    """Returns the records of groups from the buffer, weighted as by `make_distillation_records`."""
+    records = [record for group in groups for record, *_ in _records_of_group(group)]
+    return _add_distillation_weights(records, config)
+
+
+def _add_distillation_weights(
+    records: Sequence[TokenRecord], config: CreditConfig
+) -> list[TokenRecord]:
     return _add_weights(records, ("ref_kl_weight",), config, [{}] * len(records))
 
 

@@ -5,10 +5,12 @@
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import http.client
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -161,6 +163,7 @@ class OrchestratorClient:
         self._api_key = api_key
         self._weights: tuple[int, str | None] | None = None  # version and checksum in the engines
         self._lease = 0  # of this trainer; 0: it has not begun
+        self._evaluation: concurrent.futures.Future | None = None  # requested, without a result
         self.blockers: tuple[str, ...] = ()
         self.counts: dict[str, int] = {}
         self.should_stop: Callable[[], bool] = lambda: False
@@ -236,13 +239,24 @@ class OrchestratorClient:
         self._request_with_lease(version, "/version", body)
         self._weights = version, checksum
 
-    def evaluate(self, count: int, timeout_s: float = 3600.0) -> dict[str, dict[str, Any]]:
+    def evaluate(
+        self, count: int, timeout_s: float = 3600.0, *, wait_s: float | None = None
+    ) -> dict[str, dict[str, Any]] | None:
         """Runs attempts at up to `count` held-out tasks of every task service, and returns results by task.
 
         A result has "reward", the mean, None without rewards; "count" of attempts with a reward; "failed", the others.
+
+        - timeout_s: time limit of the evaluation, in seconds.
+        - wait_s: time limit of this call, in seconds; None: that of the evaluation. After it the result is None, and the
+          next call waits for the same evaluation.
         """
-        body = EvaluateTasks(count=count, timeout_s=timeout_s)
-        return self._request("/evaluate", body, timeout_s)["tasks"]
+        if self._evaluation is None:
+            body = EvaluateTasks(count=count, timeout_s=timeout_s)
+            self._evaluation = _run_in_thread(lambda: self._request("/evaluate", body, timeout_s))
+        if not concurrent.futures.wait([self._evaluation], wait_s).done:
+            return None
+        evaluation, self._evaluation = self._evaluation, None
+        return evaluation.result()["tasks"]
 
     def cancel(self, group_id: str, should_resample: bool = False) -> None:
         """Cancels a running group. should_resample: whether its task number is sampled again."""
@@ -299,6 +313,20 @@ class OrchestratorClient:
                         f"the orchestrator's response to {path} is incomplete: {error}"
                     ) from None
             time.sleep(RETRY_DELAY_S)
+
+
+def _run_in_thread(request: Callable[[], Any]) -> concurrent.futures.Future:
+    """Runs a request in a thread that does not keep the program from ending."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(request())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="evaluation").start()
+    return future
 
 
 def batch_group_to_json(group: BatchGroup) -> dict:

@@ -51,12 +51,15 @@ from glm5_jax.runtime.http_server import (
     json_response,
     truncate_text,
 )
+from glm5_jax.runtime.json_encoding import json_bytes
 from glm5_jax.runtime.json_structs import Count, JsonStruct, decode
 from glm5_jax.runtime.placement import http_url
 
 _log = logging.getLogger(__name__)
 MAX_DEPTH = 100  # nesting levels of a rollout's outcome
 MAX_NAMES, MAX_NAME_LENGTH = 100, 100  # of a reward's parts and of metrics
+MAX_MESSAGES_BYTES = 2**22  # of an outcome's messages as JSON; half of what the orchestrator reads
+_MAX_SHORTENED = 200  # characters of a message of longer ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,9 +150,18 @@ class Outcome:
             check_number(f"metric {name}", value)
 
     def to_json(self) -> dict:
-        """Returns the outcome as JSON; `outcome_from_json` is the inverse."""
-        reward = dataclasses.asdict(self.reward)
-        return {"messages": list(self.messages), "reward": reward, "metrics": dict(self.metrics)}
+        """Returns the outcome as JSON; `outcome_from_json` is the inverse.
+
+        Messages of more than `MAX_MESSAGES_BYTES` are shortened to their roles and the start of their texts. The
+        orchestrator would reject them, and a policy that writes megabytes of blanks would never be judged.
+        """
+        reward, messages = dataclasses.asdict(self.reward), list(self.messages)
+        if len(json_bytes(messages)) > MAX_MESSAGES_BYTES:
+            messages = [
+                {"role": one["role"], "content": str(one.get("content") or "")[:_MAX_SHORTENED]}
+                for one in messages
+            ]
+        return {"messages": messages, "reward": reward, "metrics": dict(self.metrics)}
 
 
 def outcome_from_json(body: Any) -> Outcome:

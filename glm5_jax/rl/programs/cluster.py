@@ -15,6 +15,7 @@ class ClusterConfig:
     Attributes:
       engines: number of engines.
       ranks: data-parallel size of each engine; the gateway chooses the rank of a session.
+      engine_hosts: number of processes of each engine.
       engine_devices, engine_topology, engine_memory: resources of an engine process, see `runtime.placement.Role`.
       engine_mesh: mesh of an engine's devices.
       warm: whether an engine compiles all programs before the first request.
@@ -27,6 +28,7 @@ class ClusterConfig:
 
     engines: int = 1
     ranks: int = 1
+    engine_hosts: int = 1
     engine_devices: int = 0
     engine_mesh: MeshConfig = MeshConfig()
     warm: bool = True
@@ -40,6 +42,6 @@ class ClusterConfig:
     grace_s: float = 60.0
 
     def __post_init__(self):
-        for name in ("engines", "ranks", "hosts", "grace_s"):
+        for name in ("engines", "ranks", "engine_hosts", "hosts", "grace_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")

@@ -12,12 +12,14 @@ ENGINE_START_TIMEOUT_S = 1800.0
 
 
 def list_roles(config: AgenticRlConfig, command: Sequence[str]) -> list[Role]:
-    """Returns the roles of a run.
+    """Returns the roles of a run; none if its engine runs in the trainer's process.
 
     Args:
       config: configuration of the run.
       command: flags that pass the configuration and the workdir to launch/run.py.
     """
+    if not config.has_engine_processes:
+        return []
     cluster, grace_s = config.cluster, config.cluster.grace_s
 
     def role(name: str, *flags: str, program: str = "", **options) -> Role:
@@ -36,6 +38,7 @@ def list_roles(config: AgenticRlConfig, command: Sequence[str]) -> list[Role]:
         "number={index}",
         index=0,
         count=cluster.engines,
+        hosts=cluster.engine_hosts,
         devices=cluster.engine_devices,
         tpu_topology=cluster.engine_topology,
         memory_gib=cluster.engine_memory,
@@ -53,7 +56,7 @@ def list_roles(config: AgenticRlConfig, command: Sequence[str]) -> list[Role]:
             index=3 + i,
             program=TASK,
         )
-        for i in range(len(config.tasks))
+        for i in range(len(config.task_shares))
     ]
     # The trainer, in as many processes as the cluster has hosts. Its first evaluation needs the task services.
     trainer = role(
@@ -67,6 +70,11 @@ def list_roles(config: AgenticRlConfig, command: Sequence[str]) -> list[Role]:
         main=True,
         after=[task.name for task in tasks],
     )
-    if cluster.hosts > 1:
-        trainer = dataclasses.replace(trainer, argv=[*trainer.argv, "--distributed={distributed}"])
-    return [engine, gateway, orchestrator, *tasks, trainer]
+    return [_joined(engine), gateway, orchestrator, *tasks, _joined(trainer)]
+
+
+def _joined(role: Role) -> Role:
+    """Returns the role with the flag by which the processes of a replica join."""
+    if role.hosts == 1:
+        return role
+    return dataclasses.replace(role, argv=[*role.argv, "--distributed={distributed}"])

@@ -20,6 +20,10 @@ from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.schedule import make_schedule
 
+# Of an attempt's time, after which an engine returns what a reply has so far. Without a reply nothing could be said of a
+# policy that thinks without end: its attempt would be left out of training, in place of a reward of 0.
+_REPLY_SHARE = 0.95
+
 
 def serve(config: AgenticRlConfig, workdir: pathlib.Path) -> int | None:
     """Runs a server role until it is stopped. Returns its exit code, or None for the trainer role."""
@@ -38,15 +42,18 @@ def serve(config: AgenticRlConfig, workdir: pathlib.Path) -> int | None:
 
 
 def make_engine(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpServer:
-    """Returns the server of an engine."""
+    """Returns the server of an engine, or of one of its processes."""
     name = f"{ENGINE}-{config.program.number}"
     server_config = ServerConfig(
-        **config.program.listen_options(workdir, name), variant=config.rollout.variant
+        **config.program.listen_options(workdir, name),
+        variant=config.rollout.variant,
+        timeout_s=_REPLY_SHARE * config.agent_timeout_s,
     )
     return make_checkpoint_server(
         _served_checkpoint(config),
         make_mesh(dataclasses.asdict(config.cluster.engine_mesh)),
-        config.engine,
+        # The gateway requests no log-probs of prompts.
+        dataclasses.replace(config.engine, warms_prompt_logprobs=False),
         server_config,
         warm=config.cluster.warm,
         # SFT trains int4 experts and RL does not: a push would not fit the model of the SFT checkpoint.
@@ -88,7 +95,7 @@ def make_orchestrator(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpSer
 
 def make_task_service(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpServer:
     """Returns the task service with number `program.number`."""
-    share = config.tasks[config.program.number]
+    share = config.task_shares[config.program.number]
     service_config = ServiceConfig(
         **config.program.listen_options(workdir, share.name),
         name=share.name,
@@ -96,6 +103,7 @@ def make_task_service(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpSer
         url=config.program.url or None,
         weight=share.weight,
         max_inflight=config.max_inflight,
+        rate=config.rates[config.program.number] if config.rates else None,
         rollout_timeout_s=config.agent_timeout_s + config.judge_timeout_s,
         seed=config.seed,
     )
@@ -119,7 +127,13 @@ SERVERS: dict[str, Maker] = {
 
 
 def check(config: AgenticRlConfig) -> None:
-    """Raises ValueError for a missing checkpoint or an invalid schedule, before any program starts."""
+    """Raises ValueError for a missing checkpoint or data, or an invalid schedule, before any program starts.
+
+    A run with its engine in the trainer's process is checked by its trainer.
+    """
+    if not config.has_engine_processes:
+        return
+    config.check_data()
     try:
         make_schedule(config.schedule)
     except ValueError as error:

@@ -9,10 +9,12 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
+from glm5_jax.config import ModelConfig
+from glm5_jax.inference.quantize.recipe import QuantizationRecipe, WeightConverter
 from glm5_jax.model.lora import without_adapters
 from glm5_jax.rl.orchestrator.client import OrchestratorClient
 from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
-from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
+from glm5_jax.rl.orchestrator.task_registry import RegistryConfig, check_name
 from glm5_jax.rl.orchestrator.task_service import ServiceConfig, TaskService
 from glm5_jax.rl.programs.cluster import ROLES, ClusterConfig
 from glm5_jax.rl.programs.program import ProgramConfig
@@ -46,13 +48,14 @@ class TaskShare(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgenticRlConfig(AsyncRlConfig):
-    """Configuration of asynchronous RL in several programs. Subclasses implement `make_task_service`.
+    """Configuration of RL in several programs. Subclasses implement `task_shares` and `make_task_service`.
 
     Attributes:
-      tasks: task services, each with its weight in the training data.
       agent_timeout_s: time limit of an attempt, in seconds.
       judge_timeout_s: further time in which its service must have judged it, in seconds.
       max_inflight: concurrent attempts of a service.
+      rates: maximum number of groups per second of each task service, in their order, which sets the generation speed of a
+        task (GLM-5 4.1.1); None: unlimited. Empty: all are unlimited.
       served_checkpoint: checkpoint that engines load, such as a folder of quantise.py; None: `checkpoint`.
       transport: way of weights to engines: "network", or "storage" (a folder in the workdir that all programs see).
       sync, registry, dispatcher, router: see their classes.
@@ -61,12 +64,12 @@ class AgenticRlConfig(AsyncRlConfig):
     """
 
     mismatch: MismatchConfig = MismatchConfig(attempts=0)
-    tasks: tuple[TaskShare, ...] = ()
     agent_timeout_s: float = 7200.0  # GLM-5 B.2: of Terminal-Bench 2.0
     judge_timeout_s: float = 600.0  # ours
     # Ours: batches wait for slow groups, and an attempt whose service hangs takes `dispatcher.max_tries` times its time.
     batch_timeout_s: float = 16_200.0
     max_inflight: int = 512  # ours
+    rates: tuple[float | None, ...] = ()
     served_checkpoint: str | None = None
     transport: str = NETWORK
     sync: SyncConfig = SyncConfig()
@@ -78,18 +81,24 @@ class AgenticRlConfig(AsyncRlConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.tasks:
+        if not self.task_shares:
             raise ValueError("tasks is empty; name at least one kind")
-        names = [share.name for share in self.tasks]
+        names = [share.name for share in self.task_shares]
         if len(set(names)) < len(names):
             raise ValueError(f"two of the tasks have one name: {sorted(names)}; join them into one")
+        for name in names if self.has_engine_processes else ():
+            check_name(name)  # of a service
+        if self.rates and len(self.rates) != len(names):
+            raise ValueError(
+                f"rates is {self.rates}; give one for each of {', '.join(names)}, or none"
+            )
         if self.transport not in (NETWORK, STORAGE):
             raise ValueError(f"transport is {self.transport!r}; use {NETWORK} or {STORAGE}")
         if self.program.role not in ("", *ROLES):
             raise ValueError(
                 f"program.role is {self.program.role!r}; use one of {', '.join(ROLES)}"
             )
-        if self.mismatch.attempts:
+        if self.has_engine_processes and self.mismatch.attempts:
             raise ValueError(
                 f"mismatch.attempts is {self.mismatch.attempts}; remote engines return only log-probs, so give 0"
             )
@@ -105,8 +114,14 @@ class AgenticRlConfig(AsyncRlConfig):
             "agent_timeout_s",
             "judge_timeout_s",
             "max_inflight",
+            "rates",
             "served_checkpoint",
         )
+
+    @property
+    def task_shares(self) -> Sequence[TaskShare]:
+        """Returns the sets of tasks, each with its weight in the training data. Each has a task service."""
+        raise NotImplementedError
 
     def make_task_service(self, service: ServiceConfig, tokenizer: Tokenizer) -> TaskService:
         """Returns the server of the tasks with number `program.number`. service: its options."""
@@ -118,18 +133,20 @@ class AgenticRlConfig(AsyncRlConfig):
         evaluator: object = None,
         previous_stage: Stage | None = None,
         **options,
-    ) -> "AgenticRlTrainer":
+    ) -> Stage:
         del evaluator
         return AgenticRlTrainer(self, workdir, previous_stage=previous_stage, **options)
 
     def start_flags(
         self, file: str, get_config: Callable[[str], "AgenticRlConfig"]
     ) -> tuple[str, ...]:
-        """Returns the flags of launch/local.py that start this run; empty for a process that is one of its programs.
+        """Returns the flags of launch/local.py that start this run.
+
+        Empty for a process that is one of its programs, and for a run with its engine in the trainer's process.
 
         file, get_config: experiment file, and its function of the variants.
         """
-        if self.program.role:
+        if self.program.role or not self.has_engine_processes:
             return ()
         variant = self.name.partition(":")[2]
         changes = flags_between(get_config(variant), self)
@@ -137,6 +154,15 @@ class AgenticRlConfig(AsyncRlConfig):
             f"--experiment={pathlib.Path(file).resolve()}:{variant}",
             *(f"--experiment.{path}={text}" for path, text in changes),
         )
+
+
+def converter_of(served_checkpoint: str | None, cfg: ModelConfig) -> WeightConverter | None:
+    """Returns the converter of pushed weights to those of the engines' checkpoint; None: they stay plain.
+
+    Raises ValueError if the checkpoint's recipe does not fit a model of cfg.
+    """
+    recipe = None if served_checkpoint is None else QuantizationRecipe.read(served_checkpoint)
+    return None if recipe is None else WeightConverter(cfg, recipe)
 
 
 class AgenticRlTrainer(AsyncRlTrainer):
@@ -164,7 +190,8 @@ class AgenticRlTrainer(AsyncRlTrainer):
         engines: Sequence[str] = config.program.engine_urls
         pushed = without_adapters(self.config.model)  # adapters are merged before a push
         if config.transport == NETWORK:
-            self._pusher = NetworkPusher(pushed, engines, sync)
+            converter = converter_of(config.served_checkpoint, pushed)
+            self._pusher = NetworkPusher(pushed, engines, sync, converter)
         else:
             folder = self.workdir / "weights"
             self._pusher = SharedStoragePusher(pushed, folder, engines, sync, self.tokenizer)

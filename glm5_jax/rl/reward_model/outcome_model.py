@@ -32,6 +32,7 @@ from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.parallel.mesh import Region, check_batch
 from glm5_jax.rl.algorithm.batch import pack_records
 from glm5_jax.rl.types import Attempt, Message, Task, UnreadableReply
+from glm5_jax.runtime.files import replace_text
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.messages import read_messages
 from glm5_jax.text.tokenizer import Tokenizer
@@ -121,7 +122,7 @@ def pack_sequences(
 
 
 def score_sequences(
-    score: Callable[[Any, Batch], Array],
+    score: Callable[[PyTree, Batch], Array | np.ndarray],
     params: PyTree,
     sequences: Sequence[Sequence[int]],
     length: int,
@@ -153,7 +154,7 @@ def mean_and_std(scores: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 def write_scorer(workdir: str | os.PathLike, **fields: Any) -> None:
     """Writes the fields that `OutcomeModel.load` reads: step, length, variant, mean and std."""
-    (pathlib.Path(workdir) / SCORER).write_text(json.dumps(fields, indent=1) + "\n")
+    replace_text(pathlib.Path(workdir) / SCORER, json.dumps(fields, indent=1) + "\n")
 
 
 class OutcomeModel:

@@ -22,10 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.data.loader import Batch
+from glm5_jax.data.loader import Batch, take_rows
 from glm5_jax.data.preferences import Preference, read_preferences
 from glm5_jax.data.sources import is_held_out
 from glm5_jax.model import glm5
+from glm5_jax.parallel import multihost
 from glm5_jax.parallel.mesh import Region, check_batch
 from glm5_jax.parallel.tree import flatten, unflatten
 from glm5_jax.rl.config import policy_step_config
@@ -127,10 +128,6 @@ class OutcomeConfig(StageConfig):
     @property
     def row_length(self) -> int:
         return self.length
-
-    @property
-    def max_processes(self) -> int | None:
-        return 1
 
     def check_rows(self, region: Region) -> None:
         check_batch(self.rows, self.length, region)
@@ -289,10 +286,16 @@ def render_pairs(
 
 
 class PairSource:
-    """Endless batches of pairs in a new random order in each epoch; a `training.stages.BatchSource`."""
+    """Endless batches of pairs in a new random order in each epoch; a `training.stages.BatchSource`.
 
-    def __init__(self, pairs: Sequence[Pair], config: OutcomeConfig):
+    group, num_groups: a process of a pod gets part `group` of `num_groups` equal parts of a batch's rows.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], config: OutcomeConfig, group: int = 0, num_groups: int = 1
+    ):
         self._pairs, self._config = pairs, config
+        self._group, self._num_groups = group, num_groups
         self._drawn = 0
         self._digest = hashlib.blake2b(json.dumps(pairs).encode(), digest_size=8).hexdigest()
 
@@ -300,11 +303,12 @@ class PairSource:
         """Returns the next batch, whose number of rows is a multiple of batch_size."""
         drawn = self._draw(self._config.pairs)
         replies = [ids for pair in drawn for ids in pair]
-        batch, ends = pack_sequences(replies, self._config.length, batch_size)
+        multiple = batch_size * self._num_groups
+        batch, ends = pack_sequences(replies, self._config.length, multiple)
         batch["pair"] = np.zeros_like(batch["token_ids"])
         for number, (chosen, rejected) in enumerate(zip(ends[::2], ends[1::2]), 1):
             batch["pair"][chosen], batch["pair"][rejected] = number, -number
-        return batch
+        return take_rows(batch, self._group, self._num_groups)
 
     def _draw(self, count: int) -> list[Pair]:
         """Returns the next pairs."""
@@ -349,14 +353,6 @@ class OutcomeTrainer(Stage[OutcomeConfig]):
         self._preferences = preferences
         super().__init__(config, workdir, step_maker, previous_stage)
 
-    def _check(self) -> None:
-        config = self.config
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"{config.name} trains in one process and this pod has {jax.process_count()}; start it in one, on "
-                "all devices of a host"
-            )
-
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, pairs=self.config.pairs, **options)
 
@@ -364,10 +360,10 @@ class OutcomeTrainer(Stage[OutcomeConfig]):
         training, held_out = render_pairs(self._preferences, self.tokenizer, self.config)
         self._held_out_pairs = held_out[: self.config.max_eval_pairs]
         self._scale_pairs = training[: self.config.max_eval_pairs]
-        return PairSource(training, self.config)
+        return PairSource(training, self.config, self._group, self._num_groups)
 
     def _rows(self, tokens_seen: int) -> int:
-        return self.config.rows
+        return self.config.rows // self._num_groups
 
     def _describe_step(self) -> str:
         return f"{self.config.pairs} pairs per step"
@@ -379,7 +375,7 @@ class OutcomeTrainer(Stage[OutcomeConfig]):
             """Returns the scores of the chosen and the rejected replies, [n 2]."""
             replies = [ids for pair in pairs for ids in pair]
             scores = score_sequences(
-                self._step.score, state["params"], replies, config.length, config.rows
+                self.score, state["params"], replies, config.length, config.rows
             )
             return np.reshape(scores, (-1, 2))
 
@@ -387,14 +383,9 @@ class OutcomeTrainer(Stage[OutcomeConfig]):
             margins = -np.diff(score_pairs(state, self._held_out_pairs))
             if done == config.steps:
                 mean, std = mean_and_std(score_pairs(state, self._scale_pairs))
-                write_scorer(
-                    self.workdir,
-                    step=done,
-                    length=config.length,
-                    variant=config.variant,
-                    mean=mean,
-                    std=std,
-                )
+                fields = {"length": config.length, "variant": config.variant}
+                fields |= {"step": done, "mean": mean, "std": std}
+                multihost.run_on_first(lambda: write_scorer(self.workdir, **fields))
             return {
                 "held_out/accuracy": float(np.mean(margins > 0)),
                 "held_out/preference": float(np.mean(np.logaddexp(0, -margins))),

@@ -7,7 +7,7 @@ messages are encoded; sampled text is never encoded again.
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +32,10 @@ from glm5_jax.text.tool_calls import ToolCall, parse_reply
 
 class ToolError(Exception):
     """Raised if a tool cannot answer a valid call. The attempt then gets no reward."""
+
+
+class SamplingStopped(Exception):
+    """Raised if a stop is requested while attempts are sampled."""
 
 
 class Tools(Protocol):
@@ -76,6 +80,7 @@ class Rollouts:
 
     - temperature: temperature of the samples. top_p is 1, so that log-probs are those of the sampling distribution.
     - tools: answers tool calls; None: no task may have tools.
+    - should_stop: returns whether a stop is requested, which ends the sampling.
     """
 
     def __init__(
@@ -85,9 +90,10 @@ class Rollouts:
         config: RolloutConfig,
         temperature: float,
         tools: Tools | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ):
         self._engine, self._tokenizer, self._config = engine, tokenizer, config
-        self._temperature, self._tools = temperature, tools
+        self._temperature, self._tools, self._should_stop = temperature, tools, should_stop
 
     def sample(
         self,
@@ -103,6 +109,8 @@ class Rollouts:
         - first: number of tasks before these; the index of a task is part of its seed.
         - group: attempts at each task; None: that of the config.
         - name: prefix of the group ids.
+
+        Raises SamplingStopped if a stop is requested.
         """
         size = group or self._config.group
         running: list[_Episode] = []
@@ -153,7 +161,10 @@ class Rollouts:
             )
             prompts.append(episode.plan.ids)
             episodes.append(episode)
-        for episode, completion in zip(episodes, self._engine.generate(prompts, samplings)):
+        completions = self._engine.generate(prompts, samplings, should_stop=self._should_stop)
+        if self._should_stop():
+            raise SamplingStopped
+        for episode, completion in zip(episodes, completions):
             episode.add_reply(completion)
 
     async def _use_tools(self, episodes: Sequence["_Episode"], is_last: bool) -> None:

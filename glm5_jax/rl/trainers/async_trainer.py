@@ -19,13 +19,17 @@ import jax
 import msgspec
 import numpy as np
 
-from glm5_jax.data.loader import Batch
+from glm5_jax.data.conversation import Conversation
+from glm5_jax.data.loader import Batch, take_rows
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
 from glm5_jax.model.lora import merge_adapters
 from glm5_jax.parallel import multihost
 from glm5_jax.rl.algorithm.batch import pack_records
-from glm5_jax.rl.algorithm.credit import assign_batch_credit
+from glm5_jax.rl.algorithm.credit import (
+    assign_batch_credit,
+    make_batch_distillation_records,
+)
 from glm5_jax.rl.config import RlConfig
 from glm5_jax.rl.orchestrator.client import (
     batch_group_from_json,
@@ -35,6 +39,12 @@ from glm5_jax.rl.orchestrator.client import (
 from glm5_jax.rl.orchestrator.group_repair import FAILED, ROLLED_BACK, STALE
 from glm5_jax.rl.orchestrator.staleness import BufferConfig
 from glm5_jax.rl.rollouts.record_codec import encode_records
+from glm5_jax.rl.trainers.sft_records import render_conversations, select_records
+from glm5_jax.rl.trainers.teachers import (
+    TeacherScorer,
+    make_scorer,
+    open_teachers,
+)
 from glm5_jax.rl.trajectory import BatchGroup, Trajectory
 from glm5_jax.rl.weights.pusher import Pusher, PushFailed, PushResult
 from glm5_jax.runtime.preemption import PreemptionGuard
@@ -44,6 +54,7 @@ from glm5_jax.training.stages import BatchSource, Stage
 from glm5_jax.training.step import Step, make_step, reset_optimizer
 
 _log = logging.getLogger(__name__)
+STOP_POLL_INTERVAL_S = 5.0  # time between two looks for a requested stop, in a wait
 DROP_REASONS = (FAILED, ROLLED_BACK, STALE, "cancelled")
 
 
@@ -64,7 +75,7 @@ class GroupSource(Protocol):
 
     def push(self, version: int, checksum: str | None) -> None: ...
 
-    def evaluate(self, count: int) -> dict[str, dict]: ...
+    def evaluate(self, count: int, *, wait_s: float) -> dict[str, dict] | None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,19 +108,20 @@ class AsyncRlConfig(RlConfig):
                 f"max_staleness is {self.max_staleness}, too small for push_every={self.push_every}: after the first "
                 f"update no group could start until the next push; use at least {self.push_every - 1}"
             )
-        if self.objective != "rewards" or self.credit.kl_target == "reference":
-            raise ValueError(
-                f"objective is {self.objective!r} and credit.kl_target {self.credit.kl_target!r}; this trainer has no teachers"
-            )
         self.make_buffer_config()
+
+    def origin_of(self, task: str) -> str:
+        """Returns the origin of the tasks of a task service, which selects their teacher. task: name of the service."""
+        del task
+        return ""
 
     @property
     def changeable_on_resume(self) -> tuple[str, ...]:
         return *super().changeable_on_resume, "batch_timeout_s", "refresh_interval_s"
 
     @property
-    def max_processes(self) -> int | None:
-        return None  # engines run in processes of their own
+    def has_engine_processes(self) -> bool:
+        return True
 
     def make_buffer_config(self) -> BufferConfig:
         """Returns the options of the orchestrator's buffer. Raises ValueError if they contradict each other."""
@@ -123,7 +135,10 @@ class AsyncRlConfig(RlConfig):
 
 
 class AsyncRlTrainer(Stage[AsyncRlConfig]):
-    """Trains on the batches of an orchestrator, and pushes weights to its engines."""
+    """Trains on the batches of an orchestrator, and pushes weights to its engines.
+
+    conversations: conversations for supervised training; every batch has `RlConfig.sft_rows` of their records.
+    """
 
     def __init__(
         self,
@@ -133,7 +148,9 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         pusher: Pusher,
         step_maker: Callable[..., Step] = make_step,
         previous_stage: Stage | None = None,
+        conversations: Sequence[Conversation] = (),
     ):
+        self._conversations, self._previous_stage = conversations, previous_stage
         self._orchestrator = (
             orchestrator if jax.process_count() == 1 else FirstProcessClient(orchestrator)
         )
@@ -143,9 +160,20 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
 
+    def _check(self) -> None:
+        self._sft_records = render_conversations(self._conversations, self.config, self.tokenizer)
+
     def _open(self) -> BatchSource:
-        rows = self._group, self._num_groups
-        self._batches = OrchestratorBatches(self.config, self._orchestrator, *rows, self._refresh)
+        config, rows = self.config, (self._group, self._num_groups)
+        teachers = open_teachers(config, self._mesh, self._previous_stage)
+        self._batches = OrchestratorBatches(
+            config,
+            self._orchestrator,
+            *rows,
+            refresh=self._refresh,
+            sft_records=self._sft_records,
+            teachers=make_scorer(config, teachers, self.score),
+        )
         return self._batches
 
     def _rows(self, tokens_seen: int) -> int:
@@ -172,10 +200,14 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         self._params = merge_adapters(state["params"], self.config.model)
         self._should_reset_moments = False
         with _as_training_stopped(), self._batches.idle():
-            self._orchestrator.begin(done, done, self._first_push(done).engine_checksum)
+            if (pushed := self._first_push(done)) is not None:
+                self._orchestrator.begin(done, done, pushed.engine_checksum)
 
-    def _first_push(self, version: int) -> PushResult:
-        """Pushes the weights, and retries while engines that were killed together with the last trainer restart."""
+    def _first_push(self, version: int) -> PushResult | None:
+        """Pushes the weights, and retries while engines that were killed together with the last trainer restart.
+
+        Returns None if a stop is requested meanwhile.
+        """
         config = self.config
         for retries_left in reversed(
             range(1 + int(config.batch_timeout_s // config.refresh_interval_s))
@@ -186,7 +218,11 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
                 if error.is_refused or not retries_left:
                     raise
                 _log.warning("%s", error)
-                time.sleep(config.refresh_interval_s)
+            end = time.monotonic() + config.refresh_interval_s
+            while time.monotonic() < end:
+                if self._batches.should_stop():
+                    return None
+                time.sleep(min(STOP_POLL_INTERVAL_S, config.refresh_interval_s))
         raise AssertionError("the last try has raised")
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
@@ -217,7 +253,9 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         try:
             # Before the push, because this call fails if another trainer has replaced this one. It then must not push.
             self._orchestrator.mark_trained(self._batches.step)
-            return self._push(params, done) if done % self.config.push_every == 0 else None
+            # A push takes time that a stop may not have; the next trainer pushes when it begins.
+            should_push = done % self.config.push_every == 0 and not self._batches.should_stop()
+            return self._push(params, done) if should_push else None
         except ServerError as error:
             if not self._batches.should_stop():
                 raise
@@ -254,7 +292,7 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         def evaluate(state, done):
             del state, done  # the engines have these weights, or those of the last push
             with _as_training_stopped(), self._batches.idle():
-                results = self._orchestrator.evaluate(count)
+                results = self._evaluate_until_stop(count)
             rewards = {task: result["reward"] for task, result in results.items()}
             rewards = {task: reward for task, reward in rewards.items() if reward is not None}
             if not rewards:
@@ -263,6 +301,13 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
             return mean | {f"held_out/{task}": reward for task, reward in rewards.items()}
 
         return evaluate
+
+    def _evaluate_until_stop(self, count: int) -> Mapping[str, dict]:
+        """Returns the orchestrator's evaluation; empty if a stop is requested before its end."""
+        while (results := self._orchestrator.evaluate(count, wait_s=STOP_POLL_INTERVAL_S)) is None:
+            if self._batches.should_stop():
+                return {}
+        return results
 
 
 class OrchestratorBatches:
@@ -286,13 +331,18 @@ class OrchestratorBatches:
         group: int = 0,
         num_groups: int = 1,
         refresh: Callable[[], None] = lambda: None,
+        sft_records: Sequence[TokenRecord] = (),
+        teachers: TeacherScorer | None = None,
     ):
         """Creates the source of one process of a pod.
 
         Args:
           group, num_groups: the process gets part `group` of `num_groups` equal parts of a batch's rows.
           refresh: called at intervals during the wait for a batch.
+          sft_records: records of which every batch has `RlConfig.sft_rows`.
+          teachers: teachers of the attempts; None: no teachers.
         """
+        self._sft_records, self._teachers = sft_records, teachers
         self._config, self._orchestrator, self._refresh = config, orchestrator, refresh
         self._group, self._num_groups = group, num_groups
         self.step = 0
@@ -318,20 +368,31 @@ class OrchestratorBatches:
             why = "; ".join(self._orchestrator.blockers) or "the orchestrator does not say why"
             raise ValueError(f"no batch has arrived within {config.batch_timeout_s:g} s: {why}")
         waited = time.perf_counter() - began
-        vocab_size = config.model.vocab_size
-        self.records = assign_batch_credit(groups, config.credit, vocab_size)
-        if not self.records:
-            # All groups were dropped. The step is still made, without a gradient, because otherwise orchestrator and
-            # trainer would count steps differently.
-            keep_all = dataclasses.replace(config.credit, drop_zero_variance_groups=False)
-            self.records = assign_batch_credit(groups, keep_all, vocab_size)
-        multiple = batch_size * self._num_groups
-        batch, _ = pack_records(self.records, config.length, multiple, config.streams)
         self.metrics = batch_metrics(groups, self.step, self._orchestrator.counts)
         self.metrics["seconds"] = {"waiting": waited}
-        rows = len(batch["token_ids"]) // self._num_groups
-        local_rows = slice(rows * self._group, rows * (self._group + 1))
-        return {name: values[local_rows] for name, values in batch.items()}
+        self.records = self._credit(groups)
+        if config.sft_rows:
+            self.records += select_records(self._sft_records, self.step, config.sft_rows)
+        multiple = batch_size * self._num_groups
+        if self._teachers is not None:
+            began = time.perf_counter()
+            origins = {group.group_id: config.origin_of(group.task) for group in groups}
+            self.records = self._teachers.add_logprobs(self.records, origins, multiple)
+            self.metrics["seconds"]["teachers"] = time.perf_counter() - began
+        batch, _ = pack_records(self.records, config.length, multiple, config.streams)
+        return take_rows(batch, self._group, self._num_groups)
+
+    def _credit(self, groups: Sequence[BatchGroup]) -> list[TokenRecord]:
+        """Returns the records of groups with the streams that the learner reads."""
+        config, vocab_size = self._config, self._config.model.vocab_size
+        if config.objective == "teachers":
+            return make_batch_distillation_records(groups, config.credit)
+        if records := assign_batch_credit(groups, config.credit, vocab_size):
+            return records
+        # All groups were dropped. The step is still made, without a gradient, because otherwise orchestrator and
+        # trainer would count steps differently.
+        keep_all = dataclasses.replace(config.credit, drop_zero_variance_groups=False)
+        return assign_batch_credit(groups, keep_all, vocab_size)
 
     def _wait_for_groups(self) -> list[BatchGroup] | None:
         """Returns the groups of the batch; None after batch_timeout_s, and if a stop is requested."""
@@ -405,8 +466,8 @@ class FirstProcessClient:
     def push(self, version: int, checksum: str | None) -> None:
         self._run_on_first(lambda: self._orchestrator.push(version, checksum))
 
-    def evaluate(self, count: int) -> dict[str, dict]:
-        return self._run_on_first(lambda: self._orchestrator.evaluate(count))
+    def evaluate(self, count: int, *, wait_s: float) -> dict[str, dict] | None:
+        return self._run_on_first(lambda: self._orchestrator.evaluate(count, wait_s=wait_s))
 
     def _run_on_first(
         self,

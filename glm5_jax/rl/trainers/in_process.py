@@ -63,7 +63,8 @@ class InProcessOrchestrator:
     def push(self, version: int, checksum: str | None = None) -> None:
         self.buffer.push(version, checksum)
 
-    def evaluate(self, count: int) -> dict[str, dict[str, Any]]:
+    def evaluate(self, count: int, *, wait_s: float | None = None) -> dict[str, dict[str, Any]]:
+        del wait_s  # it evaluates here
         results, config = {}, self._config.evaluation
         rollouts = self._rollouts(config.temperature)
         for kind, tasks in self._suite.held_out.items():

@@ -1,12 +1,12 @@
 """Trainer of on-policy RL in one process: samples attempts, judges them, assigns credit, updates the weights, repeats.
 
-The engine runs in the trainer's process, on the devices of the learner. It gets the new weights after each update.
+The engine runs in the trainer's process, on the devices of the learner. They take turns: the pages of the engine are
+freed during an update, and the new weights move from the learner's arrays to the engine's in device memory.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -15,23 +15,24 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from glm5_jax.checkpoint import models, store
-from glm5_jax.data.conversation import Conversation, make_records
+from glm5_jax.data.conversation import Conversation
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
-from glm5_jax.model.ablations.convert import add_missing_weights
 from glm5_jax.model.lora import merge_adapters, without_adapters
 from glm5_jax.rl.algorithm.batch import pack_records
 from glm5_jax.rl.algorithm.credit import assign_credit, make_distillation_records
-from glm5_jax.rl.config import RlConfig, Teacher
-from glm5_jax.rl.rollouts.rollout import Rollouts, Tools, check_task
+from glm5_jax.rl.config import RlConfig
+from glm5_jax.rl.rollouts.rollout import Rollouts, SamplingStopped, Tools, check_task
 from glm5_jax.rl.trainers.mismatch_monitor import check_mismatch
+from glm5_jax.rl.trainers.sft_records import render_conversations, select_records
+from glm5_jax.rl.trainers.teachers import TeacherScorer, make_scorer, open_teachers
 from glm5_jax.rl.trajectory import Group
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier, has_used_tools
 from glm5_jax.rl.weights.reshard import ReshardPusher
 from glm5_jax.runtime.coroutines import run_sync
+from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.training.stages import BatchSource, Stage
 from glm5_jax.training.step import Step, make_step
 
@@ -101,7 +102,7 @@ class SyncRlTrainer(Stage[RlConfig]):
         if jax.process_count() > 1:
             raise ValueError(
                 f"the engine of {config.name} runs in one process and this pod has {jax.process_count()}; start it "
-                "in one, on all devices of a host"
+                "in one, on all devices of a host, or give --experiment.engine_placement=separate"
             )
         # Lengths.
         if (longest := config.engine.max_length or config.length) > config.length:
@@ -118,20 +119,7 @@ class SyncRlTrainer(Stage[RlConfig]):
                     'one, or one of ""'
                 )
         # Conversations.
-        if bool(config.sft_rows) != bool(self.suite.conversations):
-            raise ValueError(
-                f"sft_rows is {config.sft_rows} and there are {len(self.suite.conversations)} conversations; give both "
-                "conversations and their number in a batch, or neither"
-            )
-        self._sft_records = [
-            record
-            for conversation in self.suite.conversations
-            for record in make_records(conversation, self.tokenizer, variant=config.chat_variant)
-        ]
-        if too_long := [len(record) for record in self._sft_records if len(record) > config.length]:
-            raise ValueError(
-                f"a conversation has {too_long[0]} tokens and a row {config.length}; raise length, or leave it out"
-            )
+        self._sft_records = render_conversations(self.suite.conversations, config, self.tokenizer)
         # Tasks.
         for task in (
             *self._checked_tasks,
@@ -163,31 +151,10 @@ class SyncRlTrainer(Stage[RlConfig]):
 
     def _open(self) -> BatchSource:
         config = self.config
-        self._teachers = {}
-        for teacher in config.teachers:
-            if self._is_pending(teacher):
-                continue
-            try:
-                self._teachers[teacher.origin] = models.open_weights(
-                    teacher.checkpoint, config.model, mesh=self._mesh, may_differ=config.may_differ
-                )
-            except ValueError as error:
-                raise ValueError(
-                    f"the teacher of {teacher.origin!r}: {error}; set its checkpoint in --experiment.teachers"
-                ) from None
-        self._rollout_source = RolloutSource(config, self.suite, self._sft_records)
+        teachers = open_teachers(config, self._mesh, self._previous_stage)
+        scorer = make_scorer(config, teachers, self.score)
+        self._rollout_source = RolloutSource(config, self.suite, self._sft_records, scorer)
         return self._rollout_source
-
-    def _is_pending(self, teacher: Teacher) -> bool:
-        """Returns True if the teacher is a stage of the same run that has saved no checkpoint yet.
-
-        Its checkpoint may be missing only while the stage before this one has still to train.
-        """
-        if self._previous_stage is None or self._previous_stage.is_finished:
-            return False
-        path = pathlib.Path(teacher.checkpoint)
-        is_same_run = path.parent == self._previous_stage.workdir.parent
-        return is_same_run and store.latest_step(path) is None
 
     def _rows(self, tokens_seen: int) -> int:
         return self.config.rows
@@ -209,31 +176,27 @@ class SyncRlTrainer(Stage[RlConfig]):
         # The engine needs a copy of the weights, because the learner overwrites those that it was created with.
         self._pusher = ReshardPusher([self._engine])
         self._pusher.push(params, self._done)
-        options = self.tokenizer, config.rollout
-        tools = self.suite.tools
-        self._rollout_source.rollouts = Rollouts(
-            self._engine, *options, config.policy.temperature, tools
-        )
-        self._eval_rollouts = Rollouts(self._engine, *options, config.evaluation.temperature, tools)
-        # A teacher without adapters gets new ones, which change nothing: the step scores trees of its own model.
-        key = jax.random.key(config.seed)
-        teachers = {
-            origin: add_missing_weights(load(), config.model, key, mesh=self._mesh)
-            for origin, load in self._teachers.items()
-        }
+        self._rollout_source.rollouts = self._make_rollouts(config.policy.temperature)
+        self._eval_rollouts = self._make_rollouts(config.evaluation.temperature)
 
-        def score(origin: str, batch: Batch) -> np.ndarray:
-            params = teachers[origin if origin in teachers else ""]
-            return np.asarray(self._step.score(params, self._place(batch)))
+    def _make_rollouts(self, temperature: float) -> Rollouts:
+        """Returns the sampler from the engine, which a requested stop ends."""
+        stop, options = self._stop, (self.tokenizer, self.config.rollout, temperature)
+        return Rollouts(self._engine, *options, self.suite.tools, lambda: bool(stop))
 
-        self._rollout_source.score = score if teachers else None
+    def _train(self, stop: PreemptionGuard) -> None:
+        self._stop = stop
+        super()._train(stop)
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
         rl_metrics = self._check_mismatch(state["params"])
         rl_metrics["policy/staleness"] = compute_staleness(self._rollout_source.records, self._done)
+        # Engine and learner take turns on the devices: the update has the memory of the pages.
+        self._engine.sleep()
         state, metrics = super()._update(state, batch)
         self._done += 1
         self._pusher.push(merge_adapters(state["params"], self.config.model), self._done)
+        self._engine.wake_up()
         return state, metrics | self._rollout_source.metrics | rl_metrics
 
     def _check_mismatch(self, params) -> dict[str, float]:
@@ -262,7 +225,12 @@ class SyncRlTrainer(Stage[RlConfig]):
             del state, done  # the engine has these weights
             rewards, all_groups = {}, []
             for kind, tasks in held_out.items():
-                groups = self._eval_rollouts.sample(tasks[: config.tasks], 0, group=config.group)
+                try:
+                    groups = self._eval_rollouts.sample(
+                        tasks[: config.tasks], 0, group=config.group
+                    )
+                except SamplingStopped:
+                    return {}
                 run_sync(judge(groups, self.suite, self.config.reward_concurrency))
                 rewards[f"held_out/{kind}"] = mean_reward(groups)
                 all_groups += groups
@@ -280,36 +248,53 @@ class RolloutSource:
 
     Attributes:
       rollouts: samples attempts.
-      score: log-probs of a batch's tokens under the teacher of an origin; None: no teachers.
       records: records of the last batch.
       metrics: metrics of the last batch.
     """
 
     rollouts: Rollouts
-    score: Callable[[str, Batch], np.ndarray] | None
     records: list[TokenRecord]
 
-    def __init__(self, config: RlConfig, suite: TaskSuite, sft_records: Sequence[TokenRecord] = ()):
-        """Creates the source. sft_records: records of the suite's conversations."""
+    def __init__(
+        self,
+        config: RlConfig,
+        suite: TaskSuite,
+        sft_records: Sequence[TokenRecord] = (),
+        teachers: TeacherScorer | None = None,
+    ):
+        """Creates the source.
+
+        Args:
+          sft_records: records of the suite's conversations.
+          teachers: teachers of the attempts; None: no teachers.
+        """
         self._config, self._suite, self._sft_records = config, suite, sft_records
+        self._teachers = teachers
         self._num_batches = 0
         self.metrics: dict[str, Any] = {}
 
-    def next(self, batch_size: int) -> Batch:
-        """Returns the next batch, whose number of rows is a multiple of batch_size.
+    def next(self, batch_size: int) -> Batch | None:
+        """Returns the next batch, whose number of rows is a multiple of batch_size; None if a stop is requested.
 
         Raises ValueError if `MAX_EMPTY_BATCHES` batches in a row have no record to train on.
         """
-        config = self._config
+        config, before = self._config, self.state()
         rewards: list[Reward] = []
         for _ in range(MAX_EMPTY_BATCHES):
-            groups = self._sample_groups()
+            try:
+                groups = self._sample_groups()
+            except SamplingStopped:
+                self.restore(before)  # the next run draws these tasks again
+                return None
             if records := self._credit(groups):
-                first = (self._num_batches - 1) * config.sft_rows
-                indices = range(first, first + config.sft_rows)
-                records += [self._sft_records[i % len(self._sft_records)] for i in indices]
-                if self.score is not None:
-                    records = self._add_teacher_logprobs(groups, records, batch_size, self.score)
+                if config.sft_rows:
+                    number = self._num_batches - 1
+                    records += select_records(self._sft_records, number, config.sft_rows)
+                if self._teachers is not None:
+                    began = time.perf_counter()
+                    origins = {r.group_id: g.task.origin for g in groups for r in g.records}
+                    records = self._teachers.add_logprobs(records, origins, batch_size)
+                    self.metrics["seconds"]["teachers"] = time.perf_counter() - began
                 self.records = records
                 batch, _ = pack_records(records, config.length, batch_size, config.streams)
                 return batch
@@ -357,38 +342,6 @@ class RolloutSource:
             (self._suite.tasks.accept if credited else self._suite.tasks.drop)(group.task)
             records += credited
         return records
-
-    def _add_teacher_logprobs(
-        self,
-        groups: list[Group],
-        records: list[TokenRecord],
-        num_rows: int,
-        score: Callable[[str, Batch], np.ndarray],
-    ) -> list[TokenRecord]:
-        """Returns the records with ref_logp of the teacher of their task's origin.
-
-        A teacher reads only the records of its tasks, num_rows rows at a time, so that one program serves all batches.
-        """
-        length, began = self._config.length, time.perf_counter()
-        # Records by origin. SFT records have no ref_kl_weight.
-        origins = {group.task.id: group.task.origin for group in groups}
-        by_origin: dict[str, list[TokenRecord]] = {}
-        for record in records:
-            if record.ref_kl_weight is not None:
-                by_origin.setdefault(origins[record.task_id], []).append(record)
-        # Log-probs, a few rows at a time.
-        scored: dict[int, TokenRecord] = {}
-        for origin, origin_records in by_origin.items():
-            batch, rows = pack_records(origin_records, length, num_rows, ("token_ids",))
-            for first in range(0, len(rows), num_rows):
-                part = {name: stream[first : first + num_rows] for name, stream in batch.items()}
-                for row_logp, row in zip(score(origin, part), rows[first:]):
-                    ends = np.cumsum([len(record) for record in row])
-                    for record, logp in zip(row, np.split(row_logp, ends)):
-                        logp = np.where(record.loss_mask, logp, np.nan)
-                        scored[id(record)] = dataclasses.replace(record, ref_logp=logp)
-        self.metrics["seconds"]["teachers"] = time.perf_counter() - began
-        return [scored.get(id(record), record) for record in records]
 
 
 def _explain_empty(rewards: Sequence[Reward]) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from glm5_jax.checkpoint.manifest import Manifest
-from glm5_jax.rl.weights.pusher import FULL, EngineAck, SyncConfig
+from glm5_jax.inference.request_bodies import AbortPush, PullRequest
+from glm5_jax.rl.weights.pusher import DELTA, FULL, EngineAck, SyncConfig
 from glm5_jax.runtime.api_keys import load_api_key
 from glm5_jax.runtime.json_encoding import json_bytes
 from glm5_jax.runtime.json_structs import JsonStruct
@@ -56,35 +56,79 @@ class EngineConnection:
             self.is_refused |= status is not None and 400 <= status < 500 and status != 409
             return None
 
-    async def send(self, push_id: str, data: bytes) -> None:
-        """Sends one bucket."""
-        await self.request("/weights/part", data, params={"push": push_id})
-        self.sent_bytes += len(data)
+    async def pull(self, request: PullRequest, checksum: str) -> None:
+        """Makes all processes of the engine pull the weights with this checksum.
 
-    def check_loaded(self, state: Mapping[str, Any], manifest: Manifest) -> None:
+        Meanwhile the engine must respond to other requests. Raises EngineError if a process pulls other weights.
+        """
+        self.has_begun = True
+        pulls = [
+            self.request(
+                "/weights/pull",
+                request.replace(process=process),
+                timeout_s=self._config.load_timeout_s,
+                url=url,
+            )
+            for process, url in enumerate(request.peers[request.engine])
+        ]
+        pull, watch = asyncio.gather(*pulls), asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((pull, watch), return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                await watch
+            replies = await pull
+        finally:
+            pull.cancel()
+            watch.cancel()
+            await asyncio.gather(pull, watch, return_exceptions=True)
+        for reply in replies:
+            if reply["checksum"] != checksum:
+                raise EngineError(200, f"has pulled {reply['checksum']}, not {checksum}")
+            self.sent_bytes += reply["from_trainer"] + reply["from_engines"]
+        self.mode = DELTA if all(reply["delta"] for reply in replies) else FULL
+
+    async def abort(self, request: PullRequest) -> None:
+        """Makes all processes of the engine drop a pull."""
+        body = AbortPush(push=request.push)
+        urls = request.peers[request.engine]
+        aborts = (self.request("/weights/abort", body, url=url) for url in urls)
+        for result in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+    async def _watch(self) -> None:
+        """Sends requests until one fails, so that an engine that has died ends its pull."""
+        while True:
+            await asyncio.sleep(self._config.timeout_s / 2)
+            await self.request("/weights")
+
+    def check_loaded(self, state: Mapping[str, Any], checksum: str) -> None:
         """Records that the engine has loaded the weights. Raises EngineError if it reports another checksum."""
-        if state.get("checksum") != manifest.checksum:
-            raise EngineError(200, f"holds {state.get('checksum')}, not {manifest.checksum}")
+        if state.get("checksum") != checksum:
+            raise EngineError(200, f"holds {state.get('checksum')}, not {checksum}")
         self.has_loaded = True
 
     async def request(
         self,
         path: str,
-        body: JsonStruct | bytes | None = None,
-        params: Mapping[str, str] | None = None,
+        body: JsonStruct | None = None,
         timeout_s: float | None = None,
+        url: str | None = None,
     ) -> dict[str, Any]:
-        """Sends a GET without a body, or a POST of a message or bytes, and returns the JSON response."""
+        """Sends a GET without a body, or a POST of a message, and returns the JSON response.
+
+        url: URL of the process; None: that of the engine.
+        """
         timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
         method = "GET" if body is None else "POST"
-        data = json_bytes(body) if isinstance(body, JsonStruct) else body
+        data = None if body is None else json_bytes(body)
         num_tries = 0
         while True:
             num_tries += 1
             status = 0
             try:
                 async with asyncio.timeout(timeout_s):
-                    call = self._client.request(method, self.url + path, params=params, data=data)
+                    call = self._client.request(method, (url or self.url) + path, data=data)
                     async with call as response:
                         status = response.status
                         value = await response.json(content_type=None)

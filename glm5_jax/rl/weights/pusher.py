@@ -23,12 +23,13 @@ class SyncConfig:
     Attributes:
       policy: treatment of running requests of the engines: finish, keep or recompute (`Engine.update_weights`).
       dtype: dtype in which weights are transferred; None: the dtype of the computation.
-      timeout_s: time limit of every response of an engine except the last one of a push, in seconds.
-      load_timeout_s: time limit of the last response, in seconds. The engine finishes running requests, if that is the
-        policy, and loads the weights.
+      timeout_s: time limit of a response of an engine, and of each message with weights, in seconds.
+      load_timeout_s: time limit of the responses to a pull and to a commit, in seconds. The engine pulls its shards; then
+        it finishes running requests, if that is the policy, and loads the weights.
       state_timeout_s: time limit for reporting the weights in an engine between two pushes, in seconds.
       max_tries: attempts at a request whose connection breaks.
-      bucket_bytes: size of a message, in bytes; an engine's `ServerConfig.max_part_bytes` must be larger.
+      bucket_bytes: maximum size of a message with weights, in bytes.
+      max_connections: maximum concurrent messages with weights to one engine process.
       delta: whether only changes since the last push are sent. Trainer and engines then keep a copy in host memory.
       keep: number of versions that stay in shared storage.
       api_key: key of the engines; None: that of api_key_file, or none. It is no flag, because `ps` shows flags.
@@ -42,6 +43,7 @@ class SyncConfig:
     state_timeout_s: float = 5.0
     max_tries: int = 2
     bucket_bytes: int = 64 * 2**20
+    max_connections: int = 16
     delta: bool = False
     keep: int = 2
     api_key: str | None = dataclasses.field(default=None, repr=False, metadata={"flag": False})
@@ -50,7 +52,14 @@ class SyncConfig:
     def __post_init__(self):
         if self.policy not in POLICIES:
             raise ValueError(f"policy is {self.policy!r}; use one of {', '.join(POLICIES)}")
-        for name in ("timeout_s", "load_timeout_s", "state_timeout_s", "max_tries", "keep"):
+        for name in (
+            "timeout_s",
+            "load_timeout_s",
+            "state_timeout_s",
+            "max_tries",
+            "max_connections",
+            "keep",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.bucket_bytes < 1024:
@@ -63,7 +72,7 @@ class EngineAck(NamedTuple):
     Attributes:
       engine: URL of the engine, or its index in this process.
       mode: FULL, DELTA or CURRENT.
-      sent_bytes: bytes sent to the engine.
+      sent_bytes: bytes sent to the engine, by the trainer and by other engines.
       error: why the engine does not have the weights; None: it has them.
       is_refused: whether the engine refused the push, and would do so again.
     """
@@ -81,8 +90,8 @@ class PushResult:
 
     Attributes:
       version: version of the weights.
-      checksum: checksum of the weights. That of `ReshardPusher` sums leaves on devices, others hash tensors.
-      sent_bytes: bytes sent to all engines, or written.
+      checksum: checksum of the weights. That of `SharedStoragePusher` hashes tensors, others sum arrays on devices.
+      sent_bytes: bytes that the trainer sent, or wrote.
       full_bytes: bytes of all weights.
       duration_s: duration of the push, in seconds.
       acks: results by engine.

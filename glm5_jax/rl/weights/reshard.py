@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, PyTree, UInt32
+from jaxtyping import Array, PyTree
 
-from glm5_jax.checkpoint.manifest import transfer_dtypes
+from glm5_jax.checkpoint.engine_dtypes import transfer_dtypes
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.engine_weights import check_params
 from glm5_jax.inference.weights import should_load
 from glm5_jax.inference.worker import Worker
 from glm5_jax.model import glm5
+from glm5_jax.parallel.fingerprint import fingerprint
 from glm5_jax.parallel.tree import Lazy, flatten, map_with_path
 from glm5_jax.rl.weights.pusher import (
     CURRENT,
@@ -164,32 +164,6 @@ class ReshardPusher:
 def _cast(x: Array, dtype: np.dtype) -> Array:
     """Returns a copy of an array in another dtype, on the same devices."""
     return jnp.copy(x.astype(dtype))
-
-
-@jax.jit
-def fingerprint(x: Array) -> UInt32[Array, "2"]:
-    """Returns a fingerprint of the bits of an array and their positions.
-
-    It does not depend on the sharding, because sums of integers do not depend on their order.
-    """
-    bits = lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}").astype(jnp.uint32)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    for dim, size in enumerate(bits.shape):
-        index = lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-        position = position * jnp.uint32(size) + index
-    return jnp.stack(
-        [
-            jnp.sum(_mix(bits ^ _mix(position + jnp.uint32(salt))), dtype=jnp.uint32)
-            for salt in (1, 0x85EBCA6B)
-        ]
-    )
-
-
-def _mix(h: Array) -> Array:
-    """Returns uint32 whose bits all depend on all bits of h (finalizer of MurmurHash3)."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        h = (h ^ (h >> shift)) * jnp.uint32(factor)
-    return h
 
 
 def _checksum_of(fingerprints: Iterable[tuple[str, Array | np.ndarray]]) -> str:

@@ -4,7 +4,7 @@
     result = pusher.push(state["params"], int(state["step"]))      # every K updates
     state = reset_optimizer(state)                                 # GLM-5 4.1.1
 
-    NetworkPusher         over HTTP in buckets, optionally only the changes
+    NetworkPusher         over HTTP: engines pull the shards that they need, optionally only the changes
     SharedStoragePusher   through a folder that trainer and engines share
     ReshardPusher         to engines of this process, from device to device (reshard.py)
 
@@ -15,52 +15,50 @@ numbers.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import pathlib
 import secrets
 import shutil
 import time
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from glm5_jax.checkpoint.engine_dtypes import transfer_dtypes
 from glm5_jax.checkpoint.hf_export import named_tensors, save_hf
-from glm5_jax.checkpoint.manifest import FILE, Manifest, transfer_dtypes
+from glm5_jax.checkpoint.manifest import FILE, Manifest
 from glm5_jax.config import ModelConfig
+from glm5_jax.inference.quantize.recipe import WeightConverter
 from glm5_jax.inference.request_bodies import (
-    AbortPush,
-    BeginPush,
     CommitPush,
+    PullRequest,
     UpdateRequest,
-    WeightBase,
 )
+from glm5_jax.inference.shards.offer import Offer
+from glm5_jax.inference.shards.server import ShardLibrary, ShardServer
+from glm5_jax.inference.shards.store import Shards
 from glm5_jax.parallel import multihost
-from glm5_jax.rl.weights.buckets import Tensors, make_buckets
 from glm5_jax.rl.weights.engine_connection import (
     EngineConnection,
-    EngineError,
     connect_engines,
     without_error,
 )
+from glm5_jax.rl.weights.offers import make_offer, num_bytes_of
 from glm5_jax.rl.weights.pusher import (
     CURRENT,
-    DELTA,
-    FULL,
     EngineAck,
     PushResult,
     SyncConfig,
     make_result,
 )
+from glm5_jax.runtime.addresses import address_towards, is_loopback
+from glm5_jax.runtime.api_keys import load_api_key
 from glm5_jax.runtime.coroutines import run_sync
+from glm5_jax.runtime.http_server import ListenConfig
 
 
 class _HttpPusher:
@@ -211,7 +209,7 @@ class SharedStoragePusher(_HttpPusher):
         async def load(engine: EngineConnection) -> None:
             timeout_s = self._config.load_timeout_s
             state = await engine.request("/update_weights", body, timeout_s=timeout_s)
-            engine.check_loaded(state, manifest)
+            engine.check_loaded(state, manifest.checksum)
 
         async with connect_engines(self.engines, self._config) as engines:
             await asyncio.gather(*(engine.attempt(load(engine)) for engine in engines))
@@ -238,187 +236,151 @@ class SharedStoragePusher(_HttpPusher):
 
 
 class NetworkPusher(_HttpPusher):
-    """Pusher over HTTP, to all engines at once.
+    """Pusher over HTTP, from all processes of the trainer to all processes of the engines.
 
-    One pass over the weights sends them in buckets, one at a time in memory. An engine loads them after it has received
-    all. On a pod all processes push, and the first one sends.
+    1. Each process of the trainer copies its shards into host memory, and serves them during the push (offers.py).
+    2. Each engine process pulls the boxes that its devices own, from the trainer or from another engine that has pulled
+       them (`inference.shards.client`). Engines sample meanwhile.
+    3. Engines that have all boxes load them.
 
-    engines: URLs of servers that load weights; may be replaced between two pushes.
+    On a pod all processes push, and the first one sends the messages.
+
+    - engines: URLs of servers that load weights; may be replaced between two pushes.
+    - converter: converts weights to those of quantised engines; None: engines get plain weights, and quantise them if
+      they hold quantised ones that are not rotated.
     """
 
-    def __init__(self, cfg: ModelConfig, engines: Sequence[str], config: SyncConfig = SyncConfig()):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        engines: Sequence[str],
+        config: SyncConfig = SyncConfig(),
+        converter: WeightConverter | None = None,
+    ):
         super().__init__(engines, config)
-        self._cfg = cfg
-        # Manifest and tensors of the last push; None: unknown, or there are no delta pushes.
-        self._base: tuple[Manifest, Tensors] | None = None
+        self._cfg, self._converter = cfg, converter
+        self._base: Shards | None = None  # this process's shards of the last push, for deltas
 
     def push(self, params: PyTree, version: int, *, rewind: bool = False) -> PushResult:
         """Sends the weights to the engines; see `Pusher`.
 
         An engine that does not respond in time is in `PushResult.failed_engines`, and delays nothing for longer than
-        that. A delta is relative to the last push; an engine with another version gets all weights.
+        that. A delta is relative to the last push; an engine with other weights gets all of them.
         """
         if not self.engines:
             raise ValueError(f"version {version} has nowhere to go; give the URL of an engine")
         jax.block_until_ready(params)
         start, self._pushed = time.perf_counter(), None
-        manifest = Manifest.of(self._cfg, version, self._config.dtype)
         states = _broadcast_result(lambda: run_sync(self._states()))
-        # Whether an engine with this version has the same numbers, only the checksum of all tensors shows.
-        if any(state.get("version") == version for state in states.values()):
-            for name, tensor in self._tensors(params):
-                manifest.add(name, tensor)
-        tensors = self._tensors(params)
-
-        def send() -> tuple[str, list[dict]]:
-            checksum, acks = run_sync(self._send(tensors, manifest, states, rewind))
-            return checksum, [ack._asdict() for ack in acks]
-
-        checksum, acks = _broadcast_result(send, tensors)
+        offer, shards = make_offer(
+            params,
+            self._cfg,
+            version,
+            dtype=self._config.dtype,
+            base=self._base,
+            converter=self._converter,
+        )
+        library = ShardLibrary()
+        library.versions[offer.checksum] = shards
+        if self._base is not None:
+            library.versions[self._base.checksum] = self._base
+        with contextlib.ExitStack() as stack:
+            urls = self._serve(stack, offer, library)
+            acks = _broadcast_result(
+                lambda: [ack._asdict() for ack in run_sync(self._send(offer, urls, states, rewind))]
+            )
+        if self._config.delta:
+            self._base = shards
         return self._finish(
             make_result(
                 version=version,
-                checksum=checksum,
-                full_bytes=manifest.num_bytes,
+                checksum=offer.checksum,
+                sent_bytes=sum(multihost.all_gather_objects(library.sent_bytes)),
+                full_bytes=num_bytes_of(offer),
                 start=start,
                 acks=[EngineAck(**ack) for ack in acks],
             )
         )
 
-    def _tensors(self, params: PyTree) -> Iterator[tuple[str, np.ndarray]]:
-        return named_tensors(params, self._cfg, transfer_dtypes(self._cfg, self._config.dtype))
+    def _listen_config(self) -> ListenConfig:
+        """Returns the options of this process's server, at the address that engines reach."""
+        key = load_api_key(self._config)
+        host = address_towards(self.engines[0])
+        if key is None and not is_loopback(host):
+            raise ValueError(
+                f"weights would be served at {host} without an API key; give sync.api_key_file"
+            )
+        return ListenConfig(host=host, port=0, api_key=key)
+
+    def _serve(self, stack: contextlib.ExitStack, offer: Offer, library: ShardLibrary) -> list[str]:
+        """Serves this process's shards until the stack closes. Returns the URLs of all processes."""
+        url = error = None
+        try:
+            server = ShardServer(offer, library, self._listen_config())
+            url = stack.enter_context(server.running())
+        except (ValueError, OSError) as caught:
+            error = caught
+        multihost.raise_on_all(error)
+        return multihost.all_gather_objects(url)
 
     async def _send(
-        self,
-        tensors: Iterator[tuple[str, np.ndarray]],
-        manifest: Manifest,
-        states: Mapping[str, dict],
-        rewind: bool,
-    ) -> tuple[str, list[EngineAck]]:
-        """Sends the weights to all engines that need them. Returns the checksum and the ack of every engine."""
-        has_checksums = None not in {tensor.checksum for tensor in manifest.tensors.values()}
-        checksum = manifest.checksum if has_checksums else None
+        self, offer: Offer, sources: Sequence[str], states: Mapping[str, dict], rewind: bool
+    ) -> list[EngineAck]:
+        """Makes all engines that need the weights pull and load them. Returns the ack of every engine."""
         async with connect_engines(self.engines, self._config) as engines:
-            # Choose the mode of each engine by its state.
             receivers: list[EngineConnection] = []
             for engine in engines:
                 state = states[engine.url]
                 engine.error = state.get("error")
-                if checksum is not None and state.get("checksum") == checksum:
-                    is_current = state.get("version") == manifest.version
-                    engine.mode = CURRENT if is_current else FULL
-                elif self._base is not None and _can_apply_delta(state, self._base[0]):
-                    engine.mode = DELTA
-                if engine.error is None and engine.mode != CURRENT:
+                if _version_of(state) == (offer.version, offer.checksum):
+                    engine.mode = CURRENT
+                elif engine.error is None:
                     receivers.append(engine)
-            if not receivers:
-                return manifest.checksum, [engine.ack for engine in engines]
-
-            # Announce the tensors, send them, and commit.
-            push_id, sent = secrets.token_hex(8), None
-            try:
-                begins = (
-                    engine.attempt(self._begin(engine, push_id, manifest, rewind))
-                    for engine in receivers
+            request = PullRequest(
+                push=secrets.token_hex(8),
+                sources=tuple(sources),
+                peers=tuple(
+                    (engine.url, *states[engine.url].get("followers", ())) for engine in receivers
                 )
-                await asyncio.gather(*begins)
-                sent = await self._stream(tensors, manifest, receivers, push_id)
-                await self._commit(receivers, push_id, manifest)
+                or ((),),
+                keep=self._config.delta,
+                rewind=rewind,
+                max_connections=self._config.max_connections,
+                max_part_bytes=self._config.bucket_bytes,
+                max_tries=self._config.max_tries,
+                timeout_s=self._config.timeout_s,
+            )
+            try:
+                pulls = (
+                    engine.attempt(engine.pull(request.replace(engine=i), offer.checksum))
+                    for i, engine in enumerate(receivers)
+                )
+                await asyncio.gather(*pulls)
+                commits = (
+                    engine.attempt(self._commit(engine, request.push, offer.checksum))
+                    for engine in without_error(receivers)
+                )
+                await asyncio.gather(*commits)
             finally:
                 # Engines drop a partial push, also if this one is interrupted.
                 aborts = (
-                    engine.attempt(engine.request("/weights/abort", AbortPush(push=push_id)))
-                    for engine in receivers
+                    engine.attempt(engine.abort(request.replace(engine=i)))
+                    for i, engine in enumerate(receivers)
                     if engine.has_begun and not engine.has_loaded
                 )
                 await asyncio.gather(*aborts)
-            if sent is not None:
-                self._base = (manifest, sent)
-        return manifest.checksum, [engine.ack for engine in engines]
+        return [engine.ack for engine in engines]
 
-    async def _begin(
-        self, engine: EngineConnection, push_id: str, manifest: Manifest, rewind: bool
-    ) -> None:
-        """Announces a push to an engine. If its weights are not the base of the delta, it gets all weights."""
-        body = BeginPush(
-            push=push_id,
-            version=manifest.version,
-            arithmetic=dict(manifest.arithmetic),
-            tensors={name: (x.dtype, x.shape) for name, x in manifest.tensors.items()},
-            keep=self._config.delta,
-            rewind=rewind,
-        )
-        if engine.mode == DELTA and self._base is not None:
-            manifest_of_base = self._base[0]
-            base = WeightBase(version=manifest_of_base.version, checksum=manifest_of_base.checksum)
-            try:
-                await engine.request("/weights/begin", body.replace(base=base))
-                engine.has_begun = True
-                return
-            except EngineError as error:
-                if error.status != 409:
-                    raise
-                engine.mode = FULL  # its weights have changed since it reported them
-        await engine.request("/weights/begin", body)
-        engine.has_begun = True
-
-    async def _stream(
-        self,
-        tensors: Iterator[tuple[str, np.ndarray]],
-        manifest: Manifest,
-        engines: Sequence[EngineConnection],
-        push_id: str,
-    ) -> Tensors | None:
-        """Sends all tensors. Returns them if they are the base of later deltas, else None."""
-        if not without_error(engines):
-            return None
-        sent = {} if self._config.delta else None
-        modes = {engine.mode for engine in without_error(engines)}
-        buckets = make_buckets(
-            tensors,
-            manifest,
-            modes,
-            base={} if self._base is None else self._base[1],
-            sent=sent,
-            max_bytes=self._config.bucket_bytes,
-        )
-        loop = asyncio.get_running_loop()
-        # The next bucket is made in another thread while this one is sent.
-        pending = loop.run_in_executor(None, next, buckets, None)
-        try:
-            while (bucket := await pending) is not None:
-                mode, data = bucket
-                pending = loop.run_in_executor(None, next, buckets, None)
-                targets = [engine for engine in without_error(engines) if engine.mode == mode]
-                sends = (engine.attempt(engine.send(push_id, data)) for engine in targets)
-                await asyncio.gather(*sends)
-                if not without_error(engines):
-                    return None
-        finally:
-            # A generator cannot be closed while another thread runs it.
-            await asyncio.wait([pending])
-        return sent
-
-    async def _commit(
-        self, engines: Sequence[EngineConnection], push_id: str, manifest: Manifest
-    ) -> None:
-        """Makes the engines without an error load what they have received."""
-        checksums = [tensor.checksum or "" for tensor in manifest.tensors.values()]
-        body = CommitPush(push=push_id, checksums=checksums, policy=self._config.policy)
-
-        async def commit(engine: EngineConnection) -> None:
-            timeout_s = self._config.load_timeout_s
-            state = await engine.request("/weights/commit", body, timeout_s=timeout_s)
-            engine.check_loaded(state, manifest)
-
-        await asyncio.gather(*(engine.attempt(commit(engine)) for engine in without_error(engines)))
+    async def _commit(self, engine: EngineConnection, push: str, checksum: str) -> None:
+        body = CommitPush(push=push, policy=self._config.policy)
+        state = await engine.request("/weights/commit", body, timeout_s=self._config.load_timeout_s)
+        engine.check_loaded(state, checksum)
 
 
-def _broadcast_result(action: Callable[[], Any], tensors: Iterable = ()) -> Any:
+def _broadcast_result(action: Callable[[], Any]) -> Any:
     """Runs an action in the first process of a pod, and returns its JSON result in all.
 
-    An error is raised in all processes. tensors: all processes iterate over them, because gathering a tensor is a
-    collective operation, whether or not the action uses them.
+    An error is raised in all processes.
     """
     result = error = None
     if jax.process_index() == 0:
@@ -426,16 +388,8 @@ def _broadcast_result(action: Callable[[], Any], tensors: Iterable = ()) -> Any:
             result = action()
         except Exception as caught:
             error = caught
-    if jax.process_count() > 1:
-        for _ in tensors:
-            pass
     multihost.raise_on_all(error)
     return multihost.all_gather_objects(result)[0]
-
-
-def _can_apply_delta(state: Mapping[str, Any], base: Manifest) -> bool:
-    """Returns whether an engine has the base, in memory where changes can be applied."""
-    return bool(state.get("base")) and _version_of(state) == (base.version, base.checksum)
 
 
 def _version_of(state: Mapping[str, Any]) -> tuple[int | None, str | None]:

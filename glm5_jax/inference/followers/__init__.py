@@ -1,0 +1,1 @@
+"""Processes of an engine that spans several hosts: the first one sends commands, the others follow them."""
