@@ -130,6 +130,7 @@ add_packages() {
   local missing=()
   type -P bwrap >/dev/null || missing+=(bubblewrap)
   type -P git >/dev/null || missing+=(git)
+  type -P ip >/dev/null || missing+=(iproute2)
   if ((${#missing[@]} == 0)); then return; fi
   if [[ $(id -u) == 0 ]] && type -P apt-get >/dev/null; then
     echo "Installing Debian packages: ${missing[*]}"
@@ -137,7 +138,7 @@ add_packages() {
     apt-get install -qq -y "${missing[@]}" &>/dev/null ||
       { apt-get update -qq && apt-get install -qq -y "${missing[@]}"; } >/dev/null && return
   fi
-  echo "not installed, so tests of sandboxes fail; on Debian: apt-get install ${missing[*]}" >&2
+  echo "not installed, so tests of sandboxes or rehearsals fail; on Debian: apt-get install ${missing[*]}" >&2
 }
 
 # Installs the lock of a group into a folder of the environment, and adds the folder to PYTHONPATH.

@@ -93,18 +93,18 @@ def test_installs_changed_lock(installed_repository):
 
 # With old package lists, installing fails until they are updated.
 OLD_LISTS = '[ "$1" = update ] && : >"$0.lists"; [ -e "$0.lists" ] || exit 100'
-BOTH = "bubblewrap git"
+ALL = "bubblewrap git iproute2"
 
 
 @pytest.mark.parametrize(
     ("apt_get", "present", "calls"),
     [
-        ("exit 0", [], [f"install -qq -y {BOTH}"]),
-        ("exit 0", ["git"], ["install -qq -y bubblewrap"]),
-        ("exit 0", ["git", "bwrap"], []),
-        (OLD_LISTS, [], [f"install -qq -y {BOTH}", "update -qq", f"install -qq -y {BOTH}"]),
+        ("exit 0", [], [f"install -qq -y {ALL}"]),
+        ("exit 0", ["git"], ["install -qq -y bubblewrap iproute2"]),
+        ("exit 0", ["git", "bwrap", "ip"], []),
+        (OLD_LISTS, [], [f"install -qq -y {ALL}", "update -qq", f"install -qq -y {ALL}"]),
     ],
-    ids=["none", "git", "both", "old lists"],
+    ids=["none", "git", "all", "old lists"],
 )
 def test_installs_missing_packages_as_root(tmp_path, apt_get, present, calls):
     done, called = with_packages(tmp_path, 0, apt_get, present)
@@ -123,7 +123,7 @@ def test_names_packages_that_cannot_be_installed(tmp_path, user, apt_get, calls)
     done, called = with_packages(tmp_path, user, apt_get, [])
     assert len(called) == calls  # an installation, then an update before the second try
     assert bool(done.stdout) == bool(calls)  # no message about an installation that is not tried
-    assert "tests of sandboxes fail; on Debian: apt-get install bubblewrap git\n" in done.stderr
+    assert f"apt-get install {ALL}\n" in done.stderr
 
 
 def with_packages(folder, user, apt_get, present):
