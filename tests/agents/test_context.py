@@ -75,7 +75,7 @@ results = st.lists(
 histories = st.lists(st.tuples(results, st.sampled_from(["", "I look.", "hm " * 30])), max_size=9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(configs, histories)
 def test_sends_messages_by_rules_of_paper(config, history):
     """Compares with the rules applied to the history, and checks invariants of each request."""

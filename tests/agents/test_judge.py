@@ -9,7 +9,7 @@ import time
 
 import pytest
 from aiohttp import web
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from glm5_jax.agents import client as client_module
 from glm5_jax.agents.client import ChatClient
@@ -398,6 +398,7 @@ def test_truncates_long_reply_with_note():
     assert seen["reply"] == "fact fact fa [103 characters left out]"
 
 
+@settings(max_examples=40)
 @given(st.text(max_size=60))
 def test_rejects_any_text_without_key(text):
     with pytest.raises(ValueError):

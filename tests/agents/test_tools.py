@@ -7,7 +7,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from glm5_jax.agents.tools import (
     MAX_CHARACTERS,
@@ -113,6 +113,7 @@ def expressions(draw, depth=3):
     return f"({a}{sign}{b})", Fraction(signs[sign](left, right))
 
 
+@settings(max_examples=50)
 @given(expressions())
 def test_calculates_exact_value_of_any_arithmetic(drawn):
     text, value = drawn

@@ -3,9 +3,12 @@
 import ast
 import functools
 
+import pytest
+
 from tests.contracts.source_tree import PACKAGES, python_files, syntax
 
 
+@pytest.mark.usefixtures("parsed")
 def test_configs_take_keywords_only():
     positional = [
         f"{path}:{node.lineno} {node.name}"
@@ -15,6 +18,7 @@ def test_configs_take_keywords_only():
     assert not positional, "add kw_only=True"
 
 
+@pytest.mark.usefixtures("parsed")
 def test_no_dataclass_is_filled_from_unpacked_tuple():
     names = {node.name for _, node, _ in dataclasses_of_packages()}
     unpacked = [

@@ -147,7 +147,7 @@ def joined_position(loaders):
 )
 def test_batches_do_not_depend_on_number_of_hosts(sources, count):
     config = config_of(sources, num_threads=2)
-    sizes = [12, 24, 12, 36]
+    sizes = [12, 24, 12]
     four = host_loaders(config, 4)
     expected = list(joined_batches(four, sizes))
     assert joined_position(four)["streams"] == 4

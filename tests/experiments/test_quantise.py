@@ -28,12 +28,17 @@ def folder(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("options", [["--plain"], pytest.param([], marks=pytest.mark.slow)])
-def test_quantised_model_is_smaller_and_nearly_equal(folder, tmp_path, capsys, options):
+@pytest.fixture(params=[["--plain"], pytest.param([], marks=pytest.mark.slow)], ids=str)
+def quantised_folder(folder, tmp_path, capsys, request):
+    """Returns the folder that the program writes."""
     out = tmp_path / "out"
-    assert quantise.main([str(folder), str(out), "--group=32", *options]) == 0
+    assert quantise.main([str(folder), str(out), "--group=32", *request.param]) == 0
     assert "bytes of weights" in capsys.readouterr().out
-    loaded = models.load_model(out)
+    return out
+
+
+def test_quantised_model_is_smaller_and_nearly_equal(quantised_folder, tmp_path, capsys):
+    out, loaded = quantised_folder, models.load_model(quantised_folder)
     kinds = {type(leaf) for leaf in flatten(glm5.params_of(loaded)).values()}
     assert {Int4, Int8} <= kinds
     assert num_bytes_of(glm5.params_of(loaded)) < 0.6 * num_bytes_of(glm5.params_of(model()))

@@ -18,6 +18,13 @@ from tests.inference.test_engine import (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Compiles the programs of both engines."""
+    for engine in (make_engine(), make_engine(num_pages=60, max_num_seqs=1)):
+        engine.generate(make_prompts(6, 2), GREEDY)
+
+
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_transfers_requests_between_engines(temperature):
     """The pages of prompts are transferred, so the second engine, of another size, prefills nothing."""

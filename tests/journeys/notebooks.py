@@ -137,9 +137,10 @@ def execute(notebook: nbformat.NotebookNode, environment: pathlib.Path) -> float
             km=manager,
             timeout=CELL_TIMEOUT_S,
             record_timing=False,
+            coalesce_streams=True,
             resources={"metadata": {"path": folder}},
         )
-        client.execute(env=kernel_environment(environment))
+        client.execute(cleanup_kc=True, env=kernel_environment(environment))
     return time.monotonic() - start_s
 
 

@@ -1,6 +1,7 @@
 """Notebooks begin with a badge and an install cell, hold the outputs of their code, and run in an empty folder."""
 
 import importlib.metadata
+import os
 import re
 import types
 
@@ -114,6 +115,17 @@ def environment(tmp_path_factory):
     place = shared / "notebooks"
     place.mkdir(exist_ok=True)
     return notebooks.make_environment(place)
+
+
+@pytest.mark.slow
+def test_execution_ends_kernel(environment):
+    cell = nbformat.v4.new_code_cell("import os; print(os.getpid())")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+
+    notebooks.execute(notebook, environment)
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(notebooks.printed(notebook)), 0)
 
 
 @pytest.mark.slow

@@ -61,34 +61,44 @@ def pages_per_device(mesh_engine: Engine) -> set[int]:
     return {x.sharding.shard_shape(x.shape)[0] for x in pages}
 
 
-@pytest.mark.parametrize(
-    "kind, num_speculative_tokens, axes",
-    [
-        ("plain", None, AXES),
-        pytest.param("plain", 0, AXES, marks=pytest.mark.slow),
-        pytest.param("plain", 2, AXES, marks=pytest.mark.slow),
-        # Weights are sharded over `context`, requests are not.
-        pytest.param("plain", 1, {"expert": 4, "context": 2}, marks=pytest.mark.slow),
-        # Without an expert axis, experts are gathered for few rows.
-        pytest.param("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_mesh_engine_replies_like_one_device(kind, num_speculative_tokens, axes):
-    """Four DP ranks serve more requests than they have slots; two requests share a prefix.
+SLOW = pytest.mark.slow
+ENGINES = [
+    ("plain", None, AXES),
+    pytest.param(("plain", 0, AXES), marks=SLOW),
+    pytest.param(("plain", 2, AXES), marks=SLOW),
+    # Weights are sharded over `context`, requests are not.
+    pytest.param(("plain", 1, {"expert": 4, "context": 2}), marks=SLOW),
+    # Without an expert axis, experts are gathered for few rows.
+    pytest.param(("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}), marks=SLOW),
+]
 
-    num_speculative_tokens: None for the small model, which has no MTP layer.
+
+@pytest.fixture(params=ENGINES, ids=lambda case: f"{case[0]}-{case[1]}-{'-'.join(case[2])}")
+def engines(request):
+    """Returns (engine on a mesh, engine on one device, drafted tokens) with compiled programs.
+
+    No number of drafted tokens means the small model, which has no MTP layer.
     """
+    kind, num_drafts, axes = request.param
+    cfg = SMALL if num_drafts is None else CFG
+    pair = [
+        engine(mesh, kind, cfg, num_speculative_tokens=num_drafts or 0)
+        for mesh in (make_mesh(axes), None)
+    ]
+    for one in pair:
+        one.generate([[5] * 20], SAMPLING)
+    return *pair, num_drafts
+
+
+def test_mesh_engine_replies_like_one_device(engines):
+    """Four DP ranks serve more requests than they have slots; two requests share a prefix."""
+    mesh_engine, single_engine, num_speculative_tokens = engines
     rng = np.random.default_rng(0)
     # Similar lengths need few programs.
     lengths = [(3, 9, 20, 1, 14, 7, 11, 2, 5), (17, 23, 20, 18, 24, 19, 22, 21, 17)]
     lengths = lengths[num_speculative_tokens is None]
     prompts = [rng.integers(0, SMALL.vocab_size, n).tolist() for n in lengths]
     prompts.append(prompts[2] + [4])
-    mesh, cfg = make_mesh(axes), SMALL if num_speculative_tokens is None else CFG
-    mesh_engine, single_engine = (
-        engine(on, kind, cfg, num_speculative_tokens=num_speculative_tokens or 0)
-        for on in (mesh, None)
-    )
     got, want = mesh_engine.generate(prompts, SAMPLING), single_engine.generate(prompts, SAMPLING)
     for one, other in zip(got, want):
         assert one.ids == other.ids

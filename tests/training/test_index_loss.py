@@ -104,19 +104,20 @@ def test_shared_index_loss_is_mean_over_layers():
     np.testing.assert_allclose(parts.index_loss, want, rtol=1e-10)
 
 
-def test_index_loss_has_gradients_of_indexers_only():
-    """The model has one layer; the slow tests use a golden with shared selections."""
+@pytest.fixture(scope="module")
+def small_gradients():
+    """Returns (objective, parts, gradients) of one layer without the index loss, and with it, weighted by 0.7."""
     cfg = cases.small("sparse")
-    plain, with_loss = (
-        jax.device_get(
-            jax.jit(
-                gradient_function(
-                    cfg, dataclasses.replace(cases.STEP, index_weight=weight, remat="none")
-                )
-            )(cases.params(cfg), cases.batch(), cases.RATES)
-        )
-        for weight in (0.0, 0.7)
-    )
+    steps = [
+        dataclasses.replace(cases.STEP, index_weight=weight, remat="none") for weight in (0.0, 0.7)
+    ]
+    arguments = cases.params(cfg), cases.batch(), cases.RATES
+    return [jax.device_get(jax.jit(gradient_function(cfg, step))(*arguments)) for step in steps]
+
+
+def test_index_loss_has_gradients_of_indexers_only(small_gradients):
+    """The slow tests use a golden with shared selections."""
+    plain, with_loss = small_gradients
     added = 0.7 * with_loss[1].index_loss.sum()
     np.testing.assert_allclose(with_loss[0] - plain[0], added, rtol=1e-4)
     without = tree.flatten(plain[2])
