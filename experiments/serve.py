@@ -45,6 +45,8 @@ process serves HTTP, and the others follow its steps. All end if one of them end
     glm5 local serve:tiny --checkpoint=DIR --hosts=2 --devices=2 --mesh.expert=-1
     python -m launch.gke --experiment=experiments/serve.py:glm5 --experiment.checkpoint=DIR ... --accelerator=tpu-v5p-slice
 
+On Slurm and Kubernetes the server listens on every network: give --server.api_key_file=FILE on a shared file system, or
+--server.trusted_network=True.
 --hosts, --devices (of each process) and --topology are its processes and chips.
 """
 

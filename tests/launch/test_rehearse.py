@@ -45,7 +45,7 @@ SYSTEMS = {
     "rl_reasoning:glm5": ENGINES,
     "rl_general:glm5": [*ENGINES, "--judge=http://judge:8000"],
     "distill:glm5": [*ENGINES, f"--teachers={TEACHERS}"],
-    "serve:glm5": ["--checkpoint=/data/glm5"],
+    "serve:glm5": ["--checkpoint=/data/glm5", "--server.trusted_network=True"],
 }
 RUNS = [(name, on) for name in STAGES for on in ("slurm", "gke")]
 RUNS += [("pretrain:glm5", "machines"), *((name, on) for name in SYSTEMS for on in SYSTEMS_ON)]
