@@ -41,6 +41,7 @@ from collections.abc import Callable, Mapping
 from absl import flags
 
 from glm5_jax.runtime.folder_lock import FolderLock
+from glm5_jax.runtime.placement import EXIT_RESTART
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.terminal import clean_logging, print_error
 from launch import command_line, experiment_files, experiment_help, xla_flags
@@ -99,8 +100,8 @@ def main(argv: list[str]) -> int:
 def end_with_pod(serve: Callable[[], int | None], distributed: str | None) -> int | None:
     """Returns the exit code of a server, or None if this process is no server.
 
-    A process of a pod that has failed ends here. At a normal exit jax would wait for the other processes, which may wait
-    for this one.
+    A process of a pod that has failed ends here. At a normal exit jax waits for the other processes, which may wait for
+    this one. After a stop signal it has to wait, because the end of the first process would abort the others.
     """
     if not distributed:
         return serve()
@@ -109,7 +110,7 @@ def end_with_pod(serve: Callable[[], int | None], distributed: str | None) -> in
     except Exception:
         traceback.print_exc()
         code = 1
-    if code:
+    if code not in (None, 0, EXIT_RESTART):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -271,3 +271,22 @@ def test_prints_help_with_all_experiments(capsys):
     assert "--experiment.FIELD=VALUE" in out
     assert "pretrain:tiny  (also small, glm5)\n    Pre-trains on plain text" in out
     assert "muon_split:tiny  (also small)" in out
+
+
+@pytest.mark.parametrize(
+    ("code", "distributed", "ends_at_once"),
+    [
+        (1, "auto", True),
+        (75, "auto", False),
+        (0, "auto", False),
+        (None, "auto", False),
+        (1, None, False),
+    ],
+)
+def test_ends_process_of_pod_at_once_only_after_failure(
+    monkeypatch, code, distributed, ends_at_once
+):
+    ended = []
+    monkeypatch.setattr(run.os, "_exit", ended.append)
+    assert run.end_with_pod(lambda: code, distributed) == code
+    assert ended == ([code] if ends_at_once else [])
