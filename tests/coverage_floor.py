@@ -14,13 +14,22 @@ import pytest
 FLOOR = 75
 # In percent of the lines that the default tests run, a few below what was measured. Floors may rise, not fall.
 FLOORS = {
+    "glm5_jax/compat.py": 45,
     "glm5_jax/envs/swe/awareness.py": 40,
+    "glm5_jax/envs/swe/evaluation.py": 35,
     "glm5_jax/envs/swe/grading.py": 70,
+    "glm5_jax/envs/swe/mutations/maker.py": 30,
+    "glm5_jax/envs/swe/pairs.py": 50,
     "glm5_jax/envs/swe/recipes/ruby.py": 70,
+    "glm5_jax/envs/swe/registries.py": 30,
+    "glm5_jax/envs/swe/submitted_plans.py": 55,
     "glm5_jax/envs/terminal/synthesis/attacks.py": 50,
     "glm5_jax/envs/terminal/synthesis/sandbox_checks.py": 25,
     "glm5_jax/envs/terminal/synthesis/sandbox_runs.py": 65,
     "glm5_jax/envs/terminal/synthesis/validator.py": 45,
+    "glm5_jax/inference/followers/follower.py": 70,
+    "glm5_jax/inference/followers/server.py": 65,
+    "glm5_jax/inference/weight_sources.py": 65,
     "glm5_jax/model/ablations/layer.py": 70,
     "glm5_jax/rl/trainers/skill_matrix.py": 45,
     "pallas_kernels/baselines.py": 70,
