@@ -86,7 +86,7 @@ def _from_completion(line: Mapping) -> dict[str, Any]:
 
 
 def _messages(value: Any, role: str, name: str) -> list:
-    """Returns the messages of a field, of which a text is the content of one. Raises ChatError for another type."""
+    """Returns the messages of a field. A text becomes the content of one message. Raises ChatError for another type."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):

@@ -86,7 +86,7 @@ def local_boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Box, list[Any]
 def place(
     shape: Sequence[int], read: Callable[[list[slice]], np.ndarray], sharding: Sharding
 ) -> jax.Array:
-    """Creates an array from its boxes, each of which is read once and copied to all its devices of this process."""
+    """Creates an array from its boxes. Each box is read once and copied to all its devices of this process."""
     arrays = []
     for box, devices in local_boxes(sharding, shape).items():
         part = read([slice(*bounds) for bounds in box])

@@ -154,9 +154,6 @@ def test_resumes_stopped_run(finished, one_device, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    run=False, reason="XLA aborts the process on eight CPU devices; the cause is not found"
-)
 def test_resumes_stopped_run_on_all_devices(config, tmp_path):
     config = dataclasses.replace(config, credit=CreditConfig(kl_target="uniform"))
     stage_of(config, tmp_path / "uninterrupted", known=TASKS).run()

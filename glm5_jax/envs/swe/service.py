@@ -98,16 +98,7 @@ class SweShare:
         - loop: limits of an attempt; commands have their own time limits.
         - thinking: whether replies begin with reasoning.
         """
-        limits = SweAttemptConfig(
-            max_turns=loop.max_turns,
-            max_tokens=loop.max_tokens,
-            reply_tokens=loop.reply_tokens,
-            timeout_s=loop.timeout_s,
-            reply_timeout_s=loop.timeout_s,
-            context=loop.context,
-            bash=self.bash,
-            thinking=thinking,
-        )
+        limits = SweAttemptConfig.from_loop(loop, self.bash, thinking)
         training, held_out = self.load()
         return SweService(
             config, self.make_runner(), training, held_out, tokenizer, limits, variant=variant

@@ -84,7 +84,7 @@ class RunTestsTool:
     def tool() -> Mapping[str, Any]:
         """Returns the description of the tool, in OpenAI's format of functions."""
         description = (
-            "Build the project and run its tests, of which those of the task are hidden. Returns the counts, the names of "
+            "Build the project and run its tests, without the hidden ones of the task. Returns the counts, the names of "
             "failing tests and the end of the output. Ends background processes."
         )
         return make_tool("run_tests", description, {})

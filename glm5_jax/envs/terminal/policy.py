@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Self
 
 from glm5_jax.agents.client import ChatBackend
 from glm5_jax.agents.context import CONTEXTS, ContextConfig, Counter
@@ -68,6 +68,20 @@ class AttemptConfig:
     bash: BashConfig = BashConfig()
     thinking: bool = True
     system: str = SYSTEM
+
+    @classmethod
+    def from_loop(cls, loop: LoopConfig, bash: BashConfig, thinking: bool) -> Self:
+        """Returns the limits of an agent loop, whose time limit is also that of a reply."""
+        return cls(
+            max_turns=loop.max_turns,
+            max_tokens=loop.max_tokens,
+            reply_tokens=loop.reply_tokens,
+            timeout_s=loop.timeout_s,
+            reply_timeout_s=loop.timeout_s,
+            context=loop.context,
+            bash=bash,
+            thinking=thinking,
+        )
 
     def __post_init__(self):
         self.loop()

@@ -104,16 +104,7 @@ class TerminalShare:
         - loop: limits of an attempt; commands have their own time limits.
         - thinking: whether replies begin with reasoning.
         """
-        limits = AttemptConfig(
-            max_turns=loop.max_turns,
-            max_tokens=loop.max_tokens,
-            reply_tokens=loop.reply_tokens,
-            timeout_s=loop.timeout_s,
-            reply_timeout_s=loop.timeout_s,
-            context=loop.context,
-            bash=self.bash,
-            thinking=thinking,
-        )
+        limits = AttemptConfig.from_loop(loop, self.bash, thinking)
         training, held_out = self.load()
         return TerminalService(
             config,

@@ -56,7 +56,7 @@ class Offer(JsonStruct, kw_only=True, frozen=True):
       version: number of optimiser steps that produced these weights.
       arithmetic: fields that determine what the model computes (`ModelConfig.arithmetic`).
       arrays: arrays by name.
-      base: checksum of other weights that the processes hold, of which they can send the changes; None: none.
+      base: checksum of other weights that the processes hold, to send changes against; None: none.
     """
 
     version: Version

@@ -1,4 +1,4 @@
-"""Renders conversations to token records, some of which every batch of a stage trains on next to the attempts."""
+"""Renders conversations to token records. Each batch of a stage trains on some of them, next to the attempts."""
 
 from collections.abc import Sequence
 

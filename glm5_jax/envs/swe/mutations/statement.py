@@ -11,7 +11,7 @@ _SYMPTOM = re.compile(
     r"\b(?:\w*(?:Error|Exception)\b.*|expected\b.*|Failed asserting\b.*|got\b.*|panic: .*|Failure/Error: .*)",
     re.I,
 )
-# Places, of which a statement tells none.
+# Places in the code. A statement names none of them.
 _PLACE = re.compile(
     r"\S*[\w-]\.(?:py|pyx|c|h|hpp|cc|cpp|go|java|js|mjs|ts|php|rb)\b\S*|\bline \d+|:\d+\b"
 )
