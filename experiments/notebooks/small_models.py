@@ -20,7 +20,7 @@ from glm5_jax.data.sources import SourceConfig
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.loop import TrainConfig
-from glm5_jax.training.pretraining import ExperimentConfig, train
+from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig, train
 
 SHAKESPEARE = (SourceConfig(kind="shakespeare"),)
 
@@ -65,6 +65,7 @@ def short_stage(
         batch=pretrain.constant_batch(rows * length),
         schedule=dataclasses.replace(base.schedule, peak=peak, total_steps=steps),
         step=dataclasses.replace(base.step, mtp_steps=model.num_nextn_predict_layers),
+        sample=base.sample if is_text else SampleConfig(),  # its prompts are text, not chats
         train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=steps, keep=1),
     )
     return dataclasses.replace(config, **changes)

@@ -16,8 +16,6 @@ from tests.journeys.notebooks import NOTEBOOKS, install_cell
 PAGE = ROOT / "docs" / "notebooks.md"
 MAX_MINUTES = 5
 STEM = [path.stem for path in NOTEBOOKS]
-# Notebooks without outputs of their present code. A test fails once `--write` has stored them: then delete the name.
-STALE = ("03", "05", "06", "07", "08", "09")
 
 
 def load(path):
@@ -42,16 +40,7 @@ def test_notebook_begins_with_badge_time_and_install_cell(path):
     assert install.source == install_cell()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.xfail(reason="not stored"))
-        if path.stem.startswith(STALE)
-        else path
-        for path in NOTEBOOKS
-    ],
-    ids=STEM,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=STEM)
 def test_notebook_holds_outputs_of_its_code(path):
     """Fails for a notebook that was changed after its last run: `python -m tests.journeys.notebooks --write NAME`."""
     notebook = load(path)
