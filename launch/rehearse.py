@@ -55,6 +55,11 @@ from launch.rehearsal.ssh_job import SshJob, machine_name
 from launch.rehearsal.substitution import Rehearsal, differences, small_model, small_topology
 
 LAUNCHERS: dict[str, ModuleType] = {"slurm": slurm, "gke": gke, "machines": ssh_commands}
+# Options of XLA that save a third of the time of compilation, for programs that need not be fast.
+FAST_COMPILATION = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
 SERVE = "serve"  # role of experiments/serve.py
 _REPLACED = ("hosts", "machines", "mount", "tpu_topology", "workdir")
 
@@ -214,6 +219,7 @@ def start_small(
     file, options = folder / "rehearsal.json", make_rehearsal(plan, values)
     options.write(file)
     os.environ[rehearsal.VARIABLE] = str(file)
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST_COMPILATION]).strip()
     small_values = define(launcher)
     small_argv = reduced_argv(argv, plan, values, folder / "run")
     small, output = launcher.generate(small_argv, small_values)
