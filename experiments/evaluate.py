@@ -143,6 +143,9 @@ class EndpointConfig:
 class QuestionsConfig:
     """Questions, server and limits of an evaluation. Raises ValueError for values out of range.
 
+    The defaults of sampling are those of GLM-5 6.1 for reasoning: temperature 1, top_p 0.95 and at most 131,072 new tokens,
+    or as many as the server's context holds.
+
     Attributes:
       file: .jsonl or .py file of tasks; None: not set.
       instruction: text after every question.
@@ -155,10 +158,10 @@ class QuestionsConfig:
 
     file: str | None = None
     instruction: str = ""
-    endpoint: EndpointConfig = EndpointConfig()
+    endpoint: EndpointConfig = EndpointConfig(temperature=1.0, top_p=0.95)
     attempts: int = 1
     concurrency: int = 16
-    limits: LoopConfig = LoopConfig()
+    limits: LoopConfig = LoopConfig(reply_tokens=131_072)
     verifier: VerifierConfig = VerifierConfig()
 
     def __post_init__(self):

@@ -43,6 +43,7 @@ evaluator = pretrain.evaluator
 # Module of each stage, with its roles and servers, for launchers that start stages one by one.
 STAGE_MODULES = {
     "pretrain": pretrain,
+    "pretrain_code": pretrain,
     **{f"midtrain_{kind}": midtrain for kind in midtrain.STAGES},
     "dsa_warmup": dsa_warmup,
     "dsa_sparse": dsa_sparse,
@@ -76,7 +77,8 @@ class Lifecycle:
     """The stages of a run (GLM-5, Figure 5); None switches a stage off.
 
     Attributes:
-      pretrain: pre-training (experiments/pretrain.py).
+      pretrain: pre-training (experiments/pretrain.py); of :glm5 on a general corpus.
+      pretrain_code: second phase of pre-training, on code and reasoning; only :glm5 has it.
       midtrain_32k, midtrain_128k, midtrain_200k: the stages of mid-training (midtrain.py).
       dsa_warmup: warm-up of the indexers (dsa_warmup.py).
       dsa_sparse: sparse adaptation (dsa_sparse.py).
@@ -90,6 +92,7 @@ class Lifecycle:
     """
 
     pretrain: ExperimentConfig
+    pretrain_code: ExperimentConfig | None
     midtrain_32k: ExperimentConfig
     midtrain_128k: ExperimentConfig
     midtrain_200k: ExperimentConfig
@@ -119,7 +122,7 @@ def get_config(variant: str = "tiny") -> Lifecycle:
 
 def make_stages(size: str, kind: str) -> Lifecycle:
     """Returns the stages of a size; kind: "each" distils after each stage of reinforcement learning."""
-    last = distill.get_config(size)
+    last, has_phases = distill.get_config(size), size == "glm5"
     teachers = tuple(
         Teacher(checkpoint=ORIGINS[teacher.origin], origin=teacher.origin)
         for teacher in last.teachers
@@ -132,7 +135,8 @@ def make_stages(size: str, kind: str) -> Lifecycle:
         )
         distill_agentic = dataclasses.replace(last, general=(), teachers=teachers[:-1])
     return Lifecycle(
-        pretrain=pretrain.get_config(size),
+        pretrain=pretrain.get_config(f"{size},{pretrain.GENERAL}" if has_phases else size),
+        pretrain_code=pretrain.get_config(f"{size},{pretrain.CODE}") if has_phases else None,
         **{f"midtrain_{kind}": midtrain.get_config(f"{size},{kind}") for kind in midtrain.STAGES},
         dsa_warmup=dsa_warmup.get_config(size),
         dsa_sparse=dsa_sparse.get_config(size),

@@ -79,6 +79,7 @@ def make_stage(base: ExperimentConfig, size: str, stage: str, **changes) -> Expe
         base,
         requires_checkpoint=True,
         may_differ=("rope_theta",) if stage == "32k" else (),
+        model_changes=(*pretrain.CHANGES, "rope_parameters.rope_theta"),
         name=f"midtrain:{size},{stage}",
         model=dataclasses.replace(base.model, rope_parameters=rope),
         **changes,
@@ -148,6 +149,8 @@ def glm5(stage: str) -> ExperimentConfig:
     step = dataclasses.replace(
         base.step,
         rows_per_device=1,
+        # Rows of one long document cost a rank more than rows of short ones (GLM-5 2.4.1).
+        balance_rows=True,
         token_chunk=1056 if stage == "200k" else 1024,  # 12 whole parts of a device's tokens
         # Both have switched after 15T tokens (GLM-4.5 2.4), which a new run does not count.
         mtp_weight=TwoPhaseConfig(before=0.1, after=0.1),

@@ -2,14 +2,21 @@
 
     glm5 run pretrain:tiny
 
+The variant is SIZE for one mixture of texts, or SIZE,PHASE for one of two phases (GLM-5, Figure 5). They have one curve
+of the learning rate:
+
+- general: two thirds of the tokens, of a general corpus;
+- code: the last third, of code and reasoning, from the weights of the first phase (--checkpoint=WORKDIR).
+
 :tiny    for two CPU cores: Shakespeare and the running Python's standard library. Takes five minutes and ends at
-         about 1.91 held-out bits per byte (unigram 3.04, Kneser-Ney bigram 2.00; docs/results/training.md).
+         about 1.90 held-out bits per byte (unigram 3.04, Kneser-Ney bigram 2.00; docs/results/training.md).
 :small   for one accelerator: 1.2B parameters. It takes your text, and usually your tokenizer:
          glm5 run pretrain:small --tokenizer=FOLDER --data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
 :glm5    for 1,024 chips with 95 GB each: the 744B model as the paper pre-trains it, 27T tokens. With your text and
          tokenizer, on Slurm (glm5 gke --help and glm5 rehearse --help have other starts):
          glm5 slurm pretrain:glm5 --hosts=256 --devices=4 --chip=v5p --workdir=DIR --tokenizer=FOLDER
              --data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]" >run.sbatch
+         Its phases have 18T and 9T tokens.
 """
 
 import dataclasses
@@ -17,26 +24,74 @@ import dataclasses
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.evals.perplexity import HeldOut
-from glm5_jax.training.experiment import MeshConfig, choose
+from glm5_jax.training.experiment import MODEL_CHANGES, MeshConfig, choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig
-from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
+from glm5_jax.training.schedule import (
+    BatchRampConfig,
+    ScheduleConfig,
+    TwoPhaseConfig,
+    num_steps,
+    num_tokens,
+)
 from glm5_jax.training.step_config import StepConfig
 
 evaluator = HeldOut
+CHANGES = (*MODEL_CHANGES, "attention")
+PHASES = ("", "general", "code")
+GENERAL, CODE = PHASES[1:]
+GENERAL_SHARE = 18 / 27  # of all tokens (GLM-5, Figure 5)
 IDLE = ("indexer/",)  # dense attention does not use indexers, and weight decay would shrink them
 
 
 def get_config(variant: str = "tiny") -> ExperimentConfig:
     """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
-    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
+    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5}, kinds=PHASES)
 
 
-def tiny() -> ExperimentConfig:
+def phase_of(base: ExperimentConfig, phase: str) -> ExperimentConfig:
+    """Returns one phase of a run over all tokens; "": the run itself.
+
+    The second phase continues the schedules of the run from the end of the first one, with the batch of the end of the
+    ramp. Its optimiser starts without momentum.
+    """
+    if not phase:
+        return base
+    ramp, schedule = base.batch, base.schedule
+    first = num_steps(ramp, round(GENERAL_SHARE * num_tokens(ramp, schedule.total_steps)))
+    name = f"{base.name},{phase}"
+    if phase == GENERAL:
+        train = dataclasses.replace(base.train, steps=first)
+        return dataclasses.replace(base, name=name, train=train)
+    seen = num_tokens(ramp, first)
+    step = dataclasses.replace(
+        base.step,
+        mtp_weight=_value_from(base.step.mtp_weight, seen),
+        bias_update_rate=_value_from(base.step.bias_update_rate, seen),
+    )
+    return dataclasses.replace(
+        base,
+        name=name,
+        requires_checkpoint=True,
+        batch=constant_batch(ramp.end),
+        schedule=dataclasses.replace(schedule, first_step=first),
+        step=step,
+    )
+
+
+def _value_from(value: TwoPhaseConfig, tokens_seen: int) -> TwoPhaseConfig:
+    """Returns a value of a run that another one continues after these tokens, without counting them."""
+    before = value.after if tokens_seen >= value.tokens else value.before
+    tokens = max(0.0, value.tokens - tokens_seen)
+    return TwoPhaseConfig(before=before, after=value.after, tokens=tokens)
+
+
+def tiny(phase: str = "") -> ExperimentConfig:
     """Trains 2.9M parameters on two cores; the learning rate is the best of those tried (docs/results/training.md)."""
-    return ExperimentConfig(
+    base = ExperimentConfig(
         name="pretrain:tiny",
+        model_changes=CHANGES,
         model=dataclasses.replace(presets.tiny(), attention="dense"),
         data=DataConfig(sequence_length=128),
         batch=constant_batch(8 * 128),
@@ -47,12 +102,14 @@ def tiny() -> ExperimentConfig:
         train=TrainConfig(eval_interval=350, sample_interval=350, save_interval=350),
         sample=SampleConfig(prompts=("ROMEO:\n", "def "), tokens=80),
     )
+    return phase_of(base, phase)
 
 
-def small() -> ExperimentConfig:
+def small(phase: str = "") -> ExperimentConfig:
     """Trains a 1.2B model on 2.6B tokens on one accelerator."""
-    return ExperimentConfig(
+    base = ExperimentConfig(
         name="pretrain:small",
+        model_changes=CHANGES,
         requires_data=True,
         model=dataclasses.replace(presets.small(), attention="dense"),
         data=DataConfig(sequence_length=4096, num_threads=8),
@@ -63,13 +120,15 @@ def small() -> ExperimentConfig:
         train=TrainConfig(log_interval=10, eval_interval=500, sample_interval=500),
         sample=SampleConfig(prompts=("Once upon a time",)),
     )
+    return phase_of(base, phase)
 
 
-def glm5() -> ExperimentConfig:
+def glm5(phase: str = "") -> ExperimentConfig:
     """Trains on 27T tokens with dense attention, because DSA starts in mid-training (GLM-5 2.1.1)."""
     rope = dataclasses.replace(presets.glm5().rope_parameters, rope_theta=10_000.0)  # GLM-4.5 2.3
-    return ExperimentConfig(
+    base = ExperimentConfig(
         name="pretrain:glm5",
+        model_changes=CHANGES,
         requires_data=True,
         model=dataclasses.replace(presets.glm5(), attention="dense", rope_parameters=rope),
         mesh=MeshConfig(fsdp=16, expert=64),
@@ -84,6 +143,7 @@ def glm5() -> ExperimentConfig:
             log_interval=10, eval_interval=1000, sample_interval=0, save_interval=500, keep=3
         ),
     )
+    return phase_of(base, phase)
 
 
 def constant_batch(tokens: int) -> BatchRampConfig:

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from experiments.arguments import Parser
-from glm5_jax.checkpoint import models
+from glm5_jax.checkpoint import models, store
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_names import StoredTensor
 from glm5_jax.config import ModelConfig
@@ -65,6 +65,8 @@ def main(arguments: list[str]) -> int:
         converter = WeightConverter(cfg, recipe)
         leaves = streaming.converted_leaves(weights, converter)
         save_hf(leaves, options.out, cfg=converter.cfg, tokenizer=tokenizer)
+        if isinstance(weights, store.StoredArrays):
+            weights.check_bits()
         recipe.save(options.out)
     except (ValueError, OSError) as error:
         print_error(error)

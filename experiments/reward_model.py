@@ -8,7 +8,8 @@ held_out/accuracy: the share of pairs of held-out conversations that the model r
 
 :tiny   from random weights, on synthetic pairs: the same fact in a kind or an unkind tone. About a minute on two CPU
         cores, to an accuracy above 0.9.
-:small  for one accelerator, from the weights of an SFT run (--checkpoint=WORKDIR). Provide pairs:
+:small  for one accelerator, from the weights of an SFT run (--checkpoint=WORKDIR). No preferences of people are shipped.
+        Provide pairs:
         --files="('PAIRS.jsonl',)", with the lines of data/preferences.py.
 """
 

@@ -24,9 +24,12 @@ command resumes a run that was stopped or killed. It is refused while another ru
          glm5 slurm rl_agentic:glm5 --chip=v5p --devices_per_node=4 --workdir=DIR --checkpoint=WORKDIR
              --tasks="({'folder': 'TASKS'},)" >run.sbatch
 
+--engine.quantization=fp8 samples from block-wise FP8 weights, which the trainer quantises at each push (GLM-5 3.6.2).
 --max_staleness=0 is synchronous training: no sampling during updates.
 --tasks="({'folder': 'DIR'},)" selects terminal tasks: folders in Harbor's format in DIR. Each is attempted
 with a shell in a sandbox, as in experiments/evaluate.py, for which their program needs root.
+--tasks="({'harbor': 'NAME@VERSION'},)" selects terminal tasks of a Harbor registry, which the package harbor downloads.
+--tasks="({'verifiers': 'ID'},)" selects an environment of the verifiers library, if it is installed.
 --tasks="({'dataset': 'DIR'},)" selects software engineering tasks, the data set that build_environments.py writes in DIR.
 --tasks="({'file': 'FILE'},)" selects the tasks of a .jsonl or .py file, as in rl_reasoning.py, with the file's tools.
 """
@@ -43,7 +46,9 @@ from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.envs.service import make_loop_config
 from glm5_jax.envs.swe.service import SweShare
+from glm5_jax.envs.terminal.registry import HarborShare
 from glm5_jax.envs.terminal.service import TerminalShare
+from glm5_jax.envs.verifiers.service import VerifiersShare
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.algorithm.credit import CreditConfig
 from glm5_jax.rl.algorithm.losses import PolicyConfig
@@ -68,6 +73,10 @@ ALL = (
 )
 
 
+# A dict on the command line becomes the first class that has its fields.
+Share = TaskWeight | TaskFile | TerminalShare | HarborShare | SweShare | VerifiersShare
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgenticConfig(AgenticRlConfig):
     """Configuration of asynchronous RL with agents.
@@ -84,7 +93,7 @@ class AgenticConfig(AgenticRlConfig):
 
     policy: PolicyConfig = PolicyConfig(correction="double_sided")  # GLM-5 4.1.2
     credit: CreditConfig = CreditConfig(baseline="centred")  # GLM-5 3.3
-    tasks: tuple[TaskWeight | TaskFile | TerminalShare | SweShare, ...] = rl_reasoning.ALL
+    tasks: tuple[Share, ...] = rl_reasoning.ALL
     verifier: VerifierConfig = VerifierConfig()
     context: ContextConfig = CONTEXTS["everything"]
 
@@ -102,12 +111,14 @@ class AgenticConfig(AgenticRlConfig):
         return make_loop_config(self, self.length, self.context)
 
     @property
-    def task_shares(self) -> tuple[TaskWeight | TaskFile | TerminalShare | SweShare, ...]:
+    def task_shares(self) -> tuple[Share, ...]:
         return self.tasks
 
     def make_task_service(self, service: ServiceConfig, tokenizer: Tokenizer) -> TaskService:
         """Returns the service of a set of tasks: with its agent, the agent's tools and the verifier."""
         share = self.tasks[self.program.number]
+        if isinstance(share, VerifiersShare):
+            return share.make_service(service, self.loop())
         if isinstance(share, TerminalShare | SweShare):
             options = {"variant": self.rollout.variant, "thinking": self.rollout.thinking}
             return share.make_service(service, tokenizer, self.loop(), **options)
@@ -141,7 +152,7 @@ def check_tasks(shares: Iterable[object]) -> None:
     """Reads the tasks of folders and files. Raises ValueError if they are missing or invalid."""
     shares = list(shares)
     for share in shares:
-        if isinstance(share, TerminalShare | SweShare):
+        if isinstance(share, TerminalShare | SweShare | VerifiersShare):
             share.load()
     rl_reasoning.check_tasks(shares)
 

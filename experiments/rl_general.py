@@ -14,6 +14,9 @@ are refused. Either way, guards detect replies that are too long, repeat themsel
 the other side of a comparison (tasks of kind "anchors"). They may also be trained on as text
 (--anchors=FILE --sft_rows=8).
 
+Shipped are the instructions of IFEval, and 34 prompts on safety and 30 on creativity, which were written for this project.
+Human replies and human preferences are not shipped: anchors, and the pairs of reward_model.py, are yours.
+
 :tiny  from the lifecycle's last checkpoint, in about three minutes: constraints on a reply in a play, by rules.
 :small for one accelerator: instructions, safety and creativity by both models. It takes your tasks, or the shipped ones
        with --requires_data=false:
@@ -231,7 +234,24 @@ class GeneralRlConfig(OnPolicyRlConfig):
 
 
 # What launchers call: the roles of a run, the server of a role, and the check before any starts.
-roles, serve, check = list_roles, servers.serve, servers.check
+roles, serve = list_roles, servers.serve
+
+
+def check(config: GeneralRlConfig) -> None:
+    """Raises ValueError for tasks without a model that judges them, and as `servers.check`, before any program starts."""
+    check_models(config)
+    servers.check(config)
+
+
+def check_models(config: GeneralRlConfig) -> list[str]:
+    """Returns the names of the tasks without rules. Raises ValueError if there is no model to judge them."""
+    names = [share.name for share in config.tasks if share.kind in ("prompts", "anchors")]
+    if config.reward_model is None and config.judge is None and names:
+        raise ValueError(
+            f"tasks {names} are judged by models, and none is shipped; give --experiment.judge=URL or "
+            "--experiment.reward_model=WORKDIR"
+        )
+    return names
 
 
 def make_verifier(
@@ -241,11 +261,7 @@ def make_verifier(
 
     Raises ValueError for tasks without rules if there is no model, and for an invalid model.
     """
-    unruled_names = [s.name for s in config.tasks if s.kind in ("prompts", "anchors")]
-    if config.reward_model is None and config.judge is None and unruled_names:
-        raise ValueError(
-            f"tasks {unruled_names} are judged by models; give the field judge a URL or reward_model a workdir"
-        )
+    unruled_names = check_models(config)
     judge_client = outcomes = None
     if config.judge is not None:
         file = config.judge_key_file

@@ -484,7 +484,6 @@ def flash() -> ReasoningConfig:
         small(),
         name="rl_reasoning:flash",
         model=sft.flash("mixed").model,
-        model_of_checkpoint=True,
         mesh=MeshConfig(fsdp=1, expert=-1),
         optimizer=dataclasses.replace(adam_optimizer_config(), weight_decay=0.0),
         schedule=ScheduleConfig(

@@ -17,7 +17,8 @@ A running server can load another DIR of the same model, with the same quantisat
     curl http://127.0.0.1:8000/update_weights -d '{"path": "DIR", "version": 2, "policy": "finish"}'
 
 version is any number up to 2**31 - 1; for a DIR that a trainer pushed (rl/weights/weight_sync.py), that of its manifest. A
-trainer may also push to the server directly. Each token of `/generate` reports the version of the weights that sampled
+trainer may also push to the server directly: it pulls the weights from the machine that requests it, and from those of
+--server.pull_hosts (names, addresses and networks), such as other machines of the trainer. Each token of `/generate` reports the version of the weights that sampled
 it. policy decides about running requests: finish (the default) lets them end first, keep continues from the old
 weights' KV cache, recompute starts them again.
 
@@ -33,6 +34,9 @@ says "compiling 11 of 178" with status 503. --engine.warms_prompt_logprobs=False
 
 --adapter=FOLDER merges a LoRA adapter in PEFT's form, such as the folder `adapter` in the workdir of a run
 that trained one (the workdir itself is served with its adapter, too).
+
+With --engine.quantization=fp8 the weights are block-wise FP8, which takes half the memory of bfloat16. Plain weights are
+converted while they are loaded and pushed, so that DIR is that of the trained model.
 
 With --engine.index_cache=int8 and --engine.latent_cache=fp8 the cache holds 1.8 times as many
 tokens. `glm5 compile serve:glm5 ...` computes the memory that a chip needs.

@@ -36,7 +36,7 @@ from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.text.thinking import MODES
-from glm5_jax.training.experiment import choose
+from glm5_jax.training.experiment import MODEL_CHANGES, choose
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.pretraining import ExperimentConfig, SampleConfig
 from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig
@@ -88,6 +88,7 @@ def finetune(
         base,
         name=f"{name},{kind}",
         model=dataclasses.replace(base.model, int4_group=group),
+        model_changes=MODEL_CHANGES,
         data=DataConfig(
             sources=chat_sources(kind),
             sequence_length=length,
@@ -144,7 +145,6 @@ def flash(kind: str) -> ExperimentConfig:
         base,
         name=f"sft:flash,{kind}",
         model=dataclasses.replace(presets.glm4_7_flash(), lora=LoraConfig(rank=16)),
-        model_of_checkpoint=True,
         data=dataclasses.replace(base.data, sequence_length=length),
         batch=pretrain.constant_batch(8 * length),
         optimizer=OptimizerConfig(weight_decay=0.0),

@@ -82,11 +82,23 @@ def parse(argv: list[str], launcher_flags: Iterable[str] = ()) -> Command:
         config = to_frozen(values["experiment"].value) if has_fields else config
     except ValueError as error:
         raise ValueError(f"--experiment.{error}") from None
+    if _names_checkpoint_only(config, argv):
+        config = dataclasses.replace(config, model_of_checkpoint=True)
     if os.environ.get(rehearsal.VARIABLE):
         from launch.rehearsal import substitution  # imported late, because it imports jax
 
         config = substitution.replace_sizes(config, module.get_config, spec.partition(":")[2])
     return Command(module, config, pathlib.Path(workdir), distributed, values["stage"].value)
+
+
+def _names_checkpoint_only(config: Any, argv: list[str]) -> bool:
+    """Returns whether the flags name a checkpoint, but no field of a model except those that the stage changes."""
+    if not hasattr(config, "model_of_checkpoint") or config.checkpoint is None:
+        return False
+    paths = [_name(word).removeprefix("experiment.") for word in argv[1:]]
+    changes = tuple(f"model.{name}" for name in config.model_changes)
+    names_model = any(path.startswith("model.") and not path.startswith(changes) for path in paths)
+    return "checkpoint" in paths and "model_of_checkpoint" not in paths and not names_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from glm5_jax.runtime.config_fields import field_meanings
+from glm5_jax.runtime.config_fields import field_meanings, join_variants
 from glm5_jax.runtime.config_flags import literal_of, to_mutable, type_text
 from launch.experiment_files import ExperimentSource, read, shipped
 
@@ -38,7 +38,7 @@ def describe_all() -> str:
         experiment = read(path)
         heading = f"{name}:{experiment.default}"
         others = [v for v in experiment.variants or () if v != experiment.default]
-        sizes = f"  (also {', '.join(others)})" if others else ""
+        sizes = f"  (also {join_variants(others)})" if others else ""
         lines += [
             *textwrap.wrap(f"{heading}{sizes}", WIDTH, subsequent_indent="    "),
             *textwrap.wrap(

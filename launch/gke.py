@@ -157,6 +157,7 @@ def make_job_set(plan: run_plan.RunPlan, values: flags.FlagValues) -> dict[str, 
 
 def _check(plan: run_plan.RunPlan, values: flags.FlagValues) -> None:
     run_plan.check_ports(plan.roles, "Kubernetes")
+    run_plan.check_reach(plan.config, "Kubernetes")
     for name, example in (("image", "REGISTRY/NAME:TAG"), ("claim", "NAME")):
         if not values[name].value:
             raise ValueError(f"--{name} is not given; use --{name}={example}")

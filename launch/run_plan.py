@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from glm5_jax.parallel.mesh import AXES, Region, resolve
+from glm5_jax.runtime.http_server import ListenConfig
 from glm5_jax.runtime.placement import Placement, Role, escape_words, topological_order
 from glm5_jax.runtime.preemption import PreemptionGuard, signal_handlers
 from glm5_jax.runtime.supervisor import RoleError, RoleEvent, RoleSupervisor
@@ -241,6 +242,21 @@ def check_ports(roles: Sequence[Role], scheduler: str) -> None:
             raise ValueError(
                 f"role {role.name} listens at any free port; {scheduler} must know the port: set it"
             )
+
+
+def check_reach(config: Any, scheduler: str) -> None:
+    """Raises ValueError if a served model would be open to everybody on the scheduler's network."""
+    server = getattr(config, "server", None)
+    if not isinstance(server, ListenConfig):
+        return
+    try:
+        server.check_reach()
+    except ValueError:
+        raise ValueError(
+            f"under {scheduler} the server listens on every network, and it has no API key; give "
+            "--experiment.server.api_key_file=FILE on a file system that its hosts see, or "
+            "--experiment.server.trusted_network=True where all machines trust each other"
+        ) from None
 
 
 def resolve_addresses(role: Role, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:

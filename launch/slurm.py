@@ -180,6 +180,7 @@ def define() -> flags.FlagValues:
 def make_script(plan: run_plan.RunPlan, values: flags.FlagValues) -> str:
     """Returns the script for sbatch. Raises ValueError if Slurm cannot place a role."""
     run_plan.check_ports(plan.roles, "Slurm")
+    run_plan.check_reach(plan.config, "Slurm")
     # Options of the job and of its components.
     components = _components(plan.roles, values)
     grace = math.ceil(max(role.grace_s for role in plan.roles))

@@ -29,7 +29,8 @@ def arm(name: str, size: str, config: ExperimentConfig) -> Arm:
     """Returns an arm that fine-tunes the lifecycle's sparse model with a config; earlier stages keep their seed."""
     stages_config = lifecycle.get_config(size)
     names = [field.name for field in dataclasses.fields(stages_config)]
-    before = tuple(getattr(stages_config, name) for name in names[: names.index(SFT)])
+    before = [getattr(stages_config, name) for name in names[: names.index(SFT)]]
+    before = [stage for stage in before if stage is not None]  # a size may lack a stage
     config = dataclasses.replace(
         config,
         sample=SampleConfig(),

@@ -21,7 +21,6 @@ Expected for the last DSA stage of lifecycle.py:tiny: docs/results/serving.md.
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import pathlib
 import sys
@@ -36,8 +35,8 @@ from rich.table import Table
 
 from experiments.benchmarks.measure import pin
 from glm5_jax import presets
-from glm5_jax.checkpoint import store
-from glm5_jax.config import ModelConfig, RopeParameters
+from glm5_jax.checkpoint import models
+from glm5_jax.config import ModelConfig
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import DataConfig, training_documents
 from glm5_jax.data.sources import SourceConfig
@@ -107,27 +106,21 @@ def num_chips(size: int, chip: int) -> int:
 
 def load(workdir: pathlib.Path) -> tuple[ModelConfig, PyTree, Tokenizer]:
     """Returns (config, parameters, tokenizer) of a trained model. Raises ValueError if there is none."""
-    file = workdir / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{workdir} is no workdir of a run: it holds no config.json")
-    fields = json.loads(file.read_text())["model"]
-    fields["rope_parameters"] = RopeParameters(**fields["rope_parameters"])
-    cfg = ModelConfig(**fields)
-    params = store.load_params(workdir, glm5.abstract_params(cfg))
-    return cfg, params, Tokenizer.load(workdir / "tokenizer")
+    model = models.load_model(workdir)
+    return model.cfg, glm5.params_of(model), models.load_tokenizer(workdir)
 
 
-def texts(tokenizer: Tokenizer) -> tuple[list[dict], np.ndarray]:
-    """Returns (held-out batches, int[b t] rows of training text)."""
+def texts(tokenizer: Tokenizer, length: int = LENGTH) -> tuple[list[dict], np.ndarray]:
+    """Returns (held-out batches, int[b t] rows of training text). length: tokens of a row."""
     batches, rows = [], []
     for kind in TEXTS:
         source = SourceConfig(kind=kind)
-        data = DataConfig(sources=(source,), sequence_length=LENGTH)
+        data = DataConfig(sources=(source,), sequence_length=length)
         max_rows = ROWS * BATCHES
         batches += held_out_batches(data, source, tokenizer, ROWS, max_rows=max_rows)
         documents = itertools.chain.from_iterable(training_documents(data, source, tokenizer))
-        ids = np.fromiter(itertools.islice(documents, CALIBRATION_ROWS * LENGTH), np.int32)
-        rows.append(ids.reshape(CALIBRATION_ROWS, LENGTH))
+        ids = np.fromiter(itertools.islice(documents, CALIBRATION_ROWS * length), np.int32)
+        rows.append(ids.reshape(CALIBRATION_ROWS, length))
     return batches, np.concatenate(rows)
 
 

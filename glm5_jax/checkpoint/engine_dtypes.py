@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import glm5, quant
+from glm5_jax.model.lora import is_adapter
 from glm5_jax.parallel import tree
 
 
@@ -13,7 +14,7 @@ def transfer_dtypes(cfg: ModelConfig, dtype: DTypeLike | None = None) -> dict[st
     """Returns {path: dtype in which that weight is transferred}.
 
     It is the dtype to which an engine of cfg would cast the weight, so that no weight is cast twice. dtype: replaces
-    that of cfg. Weights that the engine needs in float32 stay so: routers, and experts that become int4.
+    that of cfg. Weights that the engine needs in float32 stay so: routers, adapters, and experts that become int4.
     """
     narrow, wide = jnp.dtype(cfg.dtype if dtype is None else dtype), np.dtype(np.float32)
     return {
@@ -30,4 +31,4 @@ def accepted_dtypes(path: str, cfg: ModelConfig) -> tuple[str, ...]:
 
 def _is_wide(path: str, cfg: ModelConfig) -> bool:
     routed = cfg.int4_group is not None and tree.matches_any(quant.ROUTED, path)
-    return "router/" in path or routed
+    return "router/" in path or routed or is_adapter(path)

@@ -64,11 +64,17 @@ def load_model(
 
 
 def load_served_model(
-    path: str | os.PathLike, mesh: Mesh | None = None, trained: ModelConfig | None = None
+    path: str | os.PathLike,
+    mesh: Mesh | None = None,
+    trained: ModelConfig | None = None,
+    convert: Callable[[ModelConfig, str, jax.Array], typing.Any] | None = None,
 ) -> glm5.Glm5:
     """Loads the model at a path for an engine: like `load_model`, in the dtypes of the engine's computation.
 
     Host memory peaks at one device's shard of the largest leaf in that dtype, and one layer of that in the stored dtype.
+
+    convert: converts each weight (config, path, weight) as soon as it is on the devices; None: they stay as they are. A
+    quantised checkpoint and a run with adapters are not converted.
     """
     path = _find_path(path)
     cfg, is_quantised = read_config(path)
@@ -80,7 +86,7 @@ def load_served_model(
     leaves, dtypes = _open_leaves(path, cfg), transfer_dtypes(cfg)
     shardings = {} if mesh is None else tree.flatten(glm5.param_shardings(cfg, mesh))
 
-    def load(leaf_path: str) -> jax.Array:
+    def load(leaf_path: str) -> typing.Any:
         leaf, dtype = leaves[leaf_path], dtypes[leaf_path]
 
         def read(ranges: Sequence[slice]) -> np.ndarray:
@@ -93,10 +99,14 @@ def load_served_model(
             return part
 
         if mesh is None:
-            return jax.device_put(read([slice(0, n) for n in leaf.shape]))
-        return boxes.place(leaf.shape, read, shardings[leaf_path])
+            w = jax.device_put(read([slice(0, n) for n in leaf.shape]))
+        else:
+            w = boxes.place(leaf.shape, read, shardings[leaf_path])
+        return w if convert is None else convert(cfg, leaf_path, w)
 
     params = tree.unflatten({leaf_path: load(leaf_path) for leaf_path in leaves})
+    if isinstance(leaves, store.StoredArrays):
+        leaves.check_bits()
     return glm5.Glm5(cfg, params=params, mesh=mesh)
 
 

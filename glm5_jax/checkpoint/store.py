@@ -8,12 +8,13 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import pathlib
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -22,7 +23,7 @@ import tensorstore
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from glm5_jax.checkpoint.checksums import changed_arrays, checksums
+from glm5_jax.checkpoint.checksums import ReadChecksums, changed_arrays, checksums
 from glm5_jax.parallel import tree
 from glm5_jax.parallel.multihost import all_gather_objects
 from glm5_jax.runtime.files import read_text
@@ -286,11 +287,11 @@ def load_params(
     context.pytree.loading.partial_load = True
     with context:
         loaded = ocp.load_checkpointables(str(path), {"model": tree.unflatten(wanted)})["model"]
+    saved = _saved_checksums(path)
     try:
-        meta = _read_json(path / "meta") if (path / "meta").is_dir() else {}
-        _check_bits({"model": loaded}, stored, meta.get(_CHECKSUMS, {}))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged ({error}); give another one") from error
+        _check_bits({"model": loaded}, stored, saved)
+    except ValueError as error:
+        raise _damaged(path, error) from error
     return loaded
 
 
@@ -301,18 +302,49 @@ class StoredArray:
       shape, dtype: shape and dtype of the array.
     """
 
-    def __init__(self, array: tensorstore.TensorStore):
+    def __init__(self, array: tensorstore.TensorStore, name: str, checks: ReadChecksums):
         self.shape, self.dtype = tuple(array.shape), array.dtype.numpy_dtype
-        self._array = array
+        self._array, self._name, self._checks = array, name, checks
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self._array[index].read().result()
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> np.ndarray:
+        part = self._array[index].read().result()
+        parts = index if isinstance(index, tuple) else (index,)
+        parts += (slice(None),) * (len(self.shape) - len(parts))
+        ranges = [
+            range(n)[i] if isinstance(i, slice) else range(n)[i : i + 1]
+            for i, n in zip(parts, self.shape)
+        ]
+        box = part.reshape([len(r) for r in ranges])
+        self._checks.add(self._name, [r.start for r in ranges], box, self.shape)
+        return part
 
 
-def open_arrays(path: str | os.PathLike, abstract: PyTree) -> dict[str, StoredArray]:
+class StoredArrays(dict[str, StoredArray]):
+    """Arrays of a checkpoint by path, which are read when they are indexed.
+
+    path: folder of the checkpoint.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, arrays: Mapping[str, StoredArray], checks: ReadChecksums
+    ):
+        super().__init__(arrays)
+        self._path, self._checks = path, checks
+
+    def check_bits(self) -> None:
+        """Raises ValueError if an array that was read in full has other bits than when it was saved.
+
+        In a pod all processes must call it.
+        """
+        sizes = {f"model/{name}": math.prod(array.shape) for name, array in self.items()}
+        if changed := self._checks.changed(sizes):
+            raise _damaged(self._path, _changed_bits(changed))
+
+
+def open_arrays(path: str | os.PathLike, abstract: PyTree) -> StoredArrays:
     """Opens the parameters of a checkpoint without reading them. path, abstract and errors: see `check_params`."""
-    folder = check_params(path, abstract) / "model"
-    arrays = {}
+    step = check_params(path, abstract)
+    folder, arrays, checks = step / "model", {}, ReadChecksums(_saved_checksums(step))
     for name in tree.flatten(abstract):
         key_value_store = {
             "driver": "ocdbt",
@@ -321,12 +353,29 @@ def open_arrays(path: str | os.PathLike, abstract: PyTree) -> dict[str, StoredAr
         }
         spec = {"driver": "zarr3", "kvstore": key_value_store}
         try:
-            arrays[name] = StoredArray(tensorstore.open(spec, open=True, read=True).result())
+            array = tensorstore.open(spec, open=True, read=True).result()
         except ValueError as error:
             raise ValueError(
                 f"{folder} is damaged: {' '.join(str(error).split())[:_MAX_REASON]}"
             ) from None
-    return arrays
+        arrays[name] = StoredArray(array, f"model/{name}", checks)
+    return StoredArrays(step, arrays, checks)
+
+
+def _saved_checksums(step: pathlib.Path) -> dict[str, list[int]]:
+    """Returns the checksums in the meta of a step's folder; an older checkpoint has none. Raises ValueError if it is damaged."""
+    try:
+        return _read_json(step / "meta").get(_CHECKSUMS, {}) if (step / "meta").is_dir() else {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise _damaged(step, error) from error
+
+
+def _damaged(path: pathlib.Path, error: object) -> ValueError:
+    return ValueError(f"checkpoint {path} is damaged ({error}); give another one")
+
+
+def _changed_bits(names: Sequence[str]) -> str:
+    return f"{len(names)} arrays have other bits than when they were saved, among them {names[0]}"
 
 
 def check_space(workdir: str | os.PathLike, abstract: dict, keep: int) -> None:
@@ -403,9 +452,7 @@ def _check_bits(arrays: dict, stored: dict, saved: dict) -> None:
     held = tree.flatten({part: stored[part] for part in arrays})
     same = {p: x for p, x in tree.flatten(arrays).items() if p in held and x.dtype == held[p].dtype}
     if changed := changed_arrays(tree.unflatten(same), saved):
-        raise ValueError(
-            f"{len(changed)} arrays have other bits than when they were saved, among them {changed[0]}"
-        )
+        raise ValueError(_changed_bits(changed))
 
 
 def _join(parts: Sequence[dict]) -> dict:

@@ -58,6 +58,7 @@ class Loader:
             "sequence_length": config.sequence_length,
             "tokenizer": tokenizer.fingerprint,
             "sources": {name: fingerprint(source) for name, source in self._sources.items()},
+            "shuffle": "sliding window",  # positions of another shuffle cannot be resumed
         }
         self._rows: dict[int, grain.DatasetIterator] = {}
         self._open(config.num_shards or process_count)

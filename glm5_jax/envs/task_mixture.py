@@ -57,7 +57,7 @@ class TaskMixture:
         if not tasks or set(tasks) != set(weights):
             raise ValueError(f"there are tasks of {sorted(tasks)} and weights of {sorted(weights)}")
         for kind, weight in weights.items():
-            if not (weight > 0 and math.isfinite(weight)):
+            if not 0 < weight < math.inf:
                 raise ValueError(f"the weight of {kind!r} is {weight}; it must be positive")
             if not tasks[kind]:
                 raise ValueError(f"there is no task of {kind!r}; give some, or no weight")

@@ -18,6 +18,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.followers.command_stream import CommandReceiver, connect
 from glm5_jax.inference.followers.follower import Follower
 from glm5_jax.inference.followers.server import FollowerServer
+from glm5_jax.inference.quantize.table import make_leaf_converter, quantise_model
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.inference.weight_sources import WeightSources
@@ -47,13 +48,17 @@ def make_checkpoint_server(
     """
     stream = connect(_end_with) if jax.process_count() > 1 else None
     tokenizer = models.load_tokenizer(checkpoint)
-    model = models.load_served_model(checkpoint, mesh if mesh.size > 1 else None, trained)
+    convert = None if adapter is not None else make_leaf_converter(engine.quantization)
+    model = models.load_served_model(checkpoint, mesh if mesh.size > 1 else None, trained, convert)
     if adapter is not None:
         model = with_adapter(model, adapter)
+    model = quantise_model(model, engine.quantization)
     load = models.make_weight_loader(model)
     sources = WeightSources(model.cfg, model.mesh, load)
     if isinstance(stream, CommandReceiver):
-        follower = FollowerServer(Follower(model, engine, stream, sources.open), server)
+        follower = FollowerServer(
+            Follower(model, engine, stream, sources.open), server, server.pull_hosts
+        )
         sources.shards = follower.shards
         return follower
     leader = Server(

@@ -27,6 +27,7 @@ from jaxtyping import PyTree
 from glm5_jax.inference.commands import Send
 from glm5_jax.inference.constraints import ReplyConstraint
 from glm5_jax.inference.engine_weights import EngineWeights, WeightsLost
+from glm5_jax.inference.quantize.table import quantise_model
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
@@ -97,6 +98,7 @@ class Engine:
           open_weights: opens a `WeightSource` for `update_weights`, see `Runner`; None: there is no source of weights.
           send: sends a command to the other processes of the engine (`followers.follower.Follower`); None: it has one process.
         """
+        model = quantise_model(model, config.quantization)
         cfg = model.cfg
         if model.mesh is not None and model.mesh.is_multi_process and send is None:
             raise ValueError("the mesh spans several processes; connect them (inference/followers)")

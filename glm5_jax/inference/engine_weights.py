@@ -8,7 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
@@ -19,7 +19,6 @@ from glm5_jax.model.quant import with_int4_experts
 from glm5_jax.model.rotated_norm import RotatedNorm
 from glm5_jax.parallel.tree import flatten, is_compound, map_with_path, materialize, unflatten
 from pallas_kernels.numerics import accum_dtype
-from pallas_kernels.quantized_weights import Int4, Int8
 
 MAX_LOAD_BYTES = 2**28  # of new weights that exist at once next to the old ones; our choice
 
@@ -98,6 +97,13 @@ class EngineWeights:
             return flatten(glm5.param_shardings(self._cfg, self._mesh))[path]
         return jax.tree.leaves(self.shardings[path])[0]
 
+    @property
+    def replicated_sharding(self) -> Sharding:
+        """The sharding of an array that every device holds."""
+        if self._mesh is not None:
+            return NamedSharding(self._mesh, PartitionSpec())
+        return jax.tree.leaves(self.shardings)[0]
+
     def _to_compute_form(self, params):
         """Runs `to_compute_form` as one program, with the weights' shardings."""
         shardings = None
@@ -111,8 +117,10 @@ class EngineWeights:
     def _convert(self, path: str, leaf):
         """Returns a leaf quantised and placed like the one that it replaces."""
         kind, group = self._kinds[path]
-        if kind in (Int8, Int4) and not is_compound(leaf):
-            leaf = table.quantised(path, leaf, flatten(glm5.axis_letters(self._cfg))[path], group)
+        if kind in table.RULE_OF_KIND and not is_compound(leaf):
+            letters = flatten(glm5.axis_letters(self._cfg))[path]
+            rule = table.RULE_OF_KIND[kind]
+            leaf = table.quantised(rule, leaf, letters, group, self._cfg.dtype)
         return jax.tree.map(jax.device_put, leaf, self.shardings[path])
 
 

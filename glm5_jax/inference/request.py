@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from glm5_jax.inference.constraints import ReplyRules
+from glm5_jax.inference.quantize.table import FP8
 from glm5_jax.inference.sampling import Sampling, as_integer
 from glm5_jax.model.cache import check_formats
 from glm5_jax.model.execution import ExecutionConfig
@@ -39,6 +40,8 @@ class EngineConfig:
       num_speculative_tokens: tokens that the MTP layer drafts for each decode (4 in paper table 2). They are
         accepted such that the distribution of replies stays the same.
       batch_invariant: whether the bits of a reply are independent of other requests; slower.
+      quantization: "fp8" for block-wise FP8 weights (GLM-5 3.6.2), to which plain weights of the checkpoint and of pushes
+        are converted; None: the weights stay as they are.
       index_cache, latent_cache: format of index keys and latents in the pages, "int8" or "fp8" (`init_pages`);
         None: the model's dtype.
       token_chunk, vocab_block: tokens of a device that are sent to the experts at a time, and vocabulary entries
@@ -59,6 +62,7 @@ class EngineConfig:
     min_prefill_bucket: int = 32
     num_speculative_tokens: int = 0
     batch_invariant: bool = False
+    quantization: str | None = None
     index_cache: str | None = None
     latent_cache: str | None = None
     token_chunk: int | None = None
@@ -69,6 +73,11 @@ class EngineConfig:
 
     def __post_init__(self):
         check_formats(self.index_cache, self.latent_cache)
+        if self.quantization not in (None, FP8):
+            raise ValueError(
+                f"quantization is {self.quantization!r}; use {FP8} or None. W4A8 is a form of checkpoints, which "
+                "experiments/quantise.py writes"
+            )
         self.execution()
 
     def execution(self, base: ExecutionConfig = ExecutionConfig()) -> ExecutionConfig:

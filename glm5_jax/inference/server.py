@@ -56,6 +56,7 @@ from glm5_jax.inference.request_bodies import (
     PullRequest,
     UpdateRequest,
 )
+from glm5_jax.inference.shards.hosts import check_pull_hosts, check_sources
 from glm5_jax.inference.shards.receiver import ShardReceiver
 from glm5_jax.inference.tokenizer_api import TokenizerApi
 from glm5_jax.inference.weights import Conflict, Receiver
@@ -87,6 +88,7 @@ class ServerConfig(ListenConfig):
       max_requests: maximum choices that wait and run; more are refused with 429.
       timeout_s: time limit of a request, in seconds; None: no limit.
       push_timeout_s: time between the pull and the commit of a push after which it is dropped, in seconds.
+      pull_hosts: names, addresses and networks of machines from which weights are pulled, besides the client's own.
       defaults: values of fields that a request leaves out.
     """
 
@@ -95,10 +97,12 @@ class ServerConfig(ListenConfig):
     max_requests: int = 1024
     timeout_s: float | None = None
     push_timeout_s: float = 120.0
+    pull_hosts: tuple[str, ...] = ()
     defaults: Defaults = Defaults()
 
     def __post_init__(self):
         super().__post_init__()
+        check_pull_hosts(self.pull_hosts)
         for name in ("max_requests", "push_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
@@ -389,6 +393,7 @@ class Server(HttpServer):
     async def _pull_weights(self, request: web.Request) -> web.Response:
         body = await self._read_update(request, PullRequest)
         with _client_errors("sources"):
+            check_sources(body, request.remote, self.config.pull_hosts)
             try:
                 reply = await self._weights.pull(body)
             except OSError as error:  # a process of the trainer, or another engine

@@ -28,6 +28,8 @@ from pallas_kernels.sparse_flash_attention import RowLayout
 
 DTYPE = "bfloat16"
 DTYPES = {None: DTYPE, "int8": "int8", "fp8": "float8"}  # names of the chips' rates
+# Dtypes in which quantised weights are multiplied.
+WEIGHT_DTYPES = {None: DTYPE, table.W4A8: "int8", table.FP8: "float8"}
 # Component of each weight; the first match counts. None: no product with each token, or drafts, which are not counted.
 PARTS = (
     (r"^mtp/|^embed/|norm(_bias)?$|_bias$|/bias$", None),
@@ -53,14 +55,14 @@ class Serving:
 
     Attributes:
       attention: "dense" over all keys or "sparse" over selected keys, whatever the model's config says.
-      quantised: whether weights are W4A8 (`quantize.table`); otherwise bfloat16.
+      weights: form of the weights (`quantize.table`): "w4a8", "fp8" or None (bfloat16).
       index_cache, latent_cache: "int8", "fp8" or None (bfloat16), see `Engine`. Prefill always reads latents in
         bfloat16, because the engine gathers a row's pages into one array.
       sharing: number of adjacent queries of a prompt that share one gather of selected latents (our choice); 1: none.
     """
 
     attention: str = "sparse"
-    quantised: bool = False
+    weights: str | None = None
     index_cache: str | None = None
     latent_cache: str | None = None
     sharing: int = 4
@@ -68,6 +70,8 @@ class Serving:
     def __post_init__(self):
         if self.attention not in ("dense", "sparse"):
             raise ValueError(f"attention is {self.attention!r}; use 'dense' or 'sparse'")
+        if self.weights not in WEIGHT_DTYPES:
+            raise ValueError(f"weights is {self.weights!r}; use w4a8, fp8 or None")
         check_formats(self.index_cache, self.latent_cache)
         if self.sharing < 1:
             raise ValueError(f"sharing is {self.sharing}; a gather serves at least 1 query")
@@ -128,8 +132,8 @@ def weight_costs(
     share = cfg.num_experts_per_tok / cfg.n_routed_experts
     reached = 1 - (1 - share) ** tokens
     out: Costs = {}
-    parts = flatten(first_match(PARTS, _weights(cfg, False)))
-    for path, w in flatten(_weights(cfg, serving.quantised)).items():
+    parts = flatten(first_match(PARTS, _weights(cfg, None)))
+    for path, w in flatten(_weights(cfg, serving.weights)).items():
         part = parts.get(path)
         if cfg.tie_word_embeddings and path.startswith("embed/"):
             part = "head"
@@ -139,7 +143,7 @@ def weight_costs(
         num_inputs = drawn if part == "head" else tokens * (share if routed else 1)
         stored = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(w))
         read = stored * (reached if routed else 1)
-        dtype = "int8" if isinstance(w, CompositeWeight) else DTYPE
+        dtype = WEIGHT_DTYPES[serving.weights] if isinstance(w, CompositeWeight) else DTYPE
         out.setdefault(part, []).append(Cost(2 * math.prod(w.shape) * num_inputs, read, dtype))
     return out
 
@@ -176,8 +180,8 @@ def chip_seconds(costs: Costs, chip: Chip) -> float:
 def arms(chip: Chip) -> dict[str, Serving]:
     """Returns the compared forms by name, with caches in the 8-bit format that the chip multiplies fastest."""
     kind = "fp8" if chip.flops.get("float8", 0) > chip.flops[DTYPE] else "int8"
-    packed = {"quantised": True, "index_cache": kind, "latent_cache": kind}
-    return {"dense": Serving(attention="dense"), "DSA": Serving(), "DSA W4A8": Serving(**packed)}
+    packed = Serving(weights=table.W4A8, index_cache=kind, latent_cache=kind)
+    return {"dense": Serving(attention="dense"), "DSA": Serving(), "DSA W4A8": packed}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,16 +235,16 @@ def _is_supported(cfg: ModelConfig, serving: Serving) -> bool:
     """Returns whether the model supports a form: it needs indexers, and expert rows that groups divide."""
     selects = serving.attention == "dense" or cfg.index_topk is not None
     rows, group = (cfg.hidden_size, cfg.moe_intermediate_size), cfg.int4_group or table.GROUP
-    return selects and not (serving.quantised and any(n % group for n in rows))
+    return selects and not (serving.weights == table.W4A8 and any(n % group for n in rows))
 
 
 @functools.lru_cache(maxsize=8)
-def _weights(cfg: ModelConfig, quantised: bool):
-    """Returns the parameter tree in bfloat16 or W4A8, as shapes."""
+def _weights(cfg: ModelConfig, scheme: str | None):
+    """Returns the parameter tree in bfloat16, or quantised by a scheme, as shapes."""
     plain = glm5.abstract_params(cfg, DTYPE)
-    if not quantised:
+    if scheme is None:
         return plain
-    return jax.eval_shape(lambda params: table.quantise(params, cfg)[0], plain)
+    return jax.eval_shape(lambda params: table.quantise(params, cfg, scheme=scheme)[0], plain)
 
 
 def _check(cfg: ModelConfig, serving: Serving, length: int, **counts: int) -> None:

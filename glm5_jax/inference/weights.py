@@ -89,13 +89,15 @@ class Receiver:
     def status(self) -> dict:
         """Returns the version and checksum that the engine holds, and the version that is being received.
 
-        The checksum is None for weights that were not pushed.
+        The checksum is None for weights that were not pushed. "frozen" is the checksum of the weights in host memory, to
+        which a push can add adapters; None: there are none.
         """
         current, receiving = self._current_weights(), self._loading or self._current_pull()
         return {
             "version": current.version,
             "checksum": current.checksum,
             "receiving": receiving and receiving.version,
+            "frozen": self.shards.frozen_checksum,
         }
 
     async def pull(self, request: PullRequest) -> dict:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -25,7 +24,6 @@ _VARIABLES = {
     **{f"#0a0a{i:02x}": f"--series-{i}" for i in range(1, NUM_COLOURS + 1)},
 }
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
-_HEAT = LinearSegmentedColormap.from_list("heat", ["#e8ecf7", "#7f94e3", "#3b4cc0", "#7d1d6f"])
 _MAX_POINTS = 600  # of a line, to bound the size of the page
 
 Series = tuple[str, list, list]  # label, x, y
@@ -84,37 +82,6 @@ def line_chart(
         axes.margins(x=0.01)
         _label_ends(figure, axes, ends if len(ends) > 1 else [])
         return _svg(figure, f"{y_label} {[s[0] for s in series]}")
-
-
-def heat_map(
-    values: np.ndarray,
-    x: list,
-    *,
-    x_label: str = "step",
-    y_label: str = "",
-    rows: list[str],
-    low: float,
-    high: float,
-    size: tuple[float, float] = (5.6, 3.0),
-) -> str:
-    """Draws values [rows, columns] as colours from low to high; x holds the positions of the columns."""
-    with rc_context(_style()):
-        figure, axes = _axes(size)
-        edges = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else 1)], x])
-        y_edges = np.arange(len(rows) + 1)
-        mesh = axes.pcolormesh(edges, y_edges, values, cmap=_HEAT, vmin=low, vmax=high)
-        mesh.set_rasterized(True)
-        shown = range(0, len(rows), max(1, len(rows) // 12))
-        axes.set_yticks([i + 0.5 for i in shown], [rows[i] for i in shown])
-        axes.tick_params(left=False)
-        axes.grid(False)
-        axes.set_xlabel(x_label)
-        axes.set_title(y_label, loc="left")
-        axes.xaxis.set_major_formatter(FuncFormatter(short_number))
-        bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=14)
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(size=0)
-        return _svg(figure, y_label)
 
 
 def span_chart(

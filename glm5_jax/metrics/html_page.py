@@ -1,4 +1,4 @@
-"""Self-contained HTML pages, light and dark, with tables and the charts of metrics/charts.py.
+"""Self-contained HTML pages, light and dark, with tables, the charts of charts.py and the plots of plots.py.
 
 Every function takes and returns HTML; titles and lines of text are escaped here.
 """
@@ -8,6 +8,9 @@ import pathlib
 from collections.abc import Iterable, Sequence
 
 from glm5_jax.runtime.files import replace_text
+
+_PLOTS = pathlib.Path(__file__).with_name("plots.js")
+_PLOT = '<figure class="plot">'
 
 
 def write(path: pathlib.Path, title: str, subtitle: str, parts: Iterable[str]) -> pathlib.Path:
@@ -23,6 +26,8 @@ def render(title: str, subtitle: str, parts: Iterable[str]) -> str:
     line = f"<p>{subtitle}</p>" if subtitle else ""
     header = f"<header><h1>{title}</h1>{line}</header>"
     body = "\n".join([header, *filter(None, parts)])
+    if _PLOT in body:
+        body += f"\n<script>\n{_PLOTS.read_text()}</script>"
     return _PAGE.replace("{title}", title).replace("{body}", body)
 
 
@@ -42,6 +47,13 @@ def figure(drawing: str, caption: str = "") -> str:
     return f"<figure>{drawing}{note}</figure>"
 
 
+def plot_figure(data: str, caption: str = "") -> str:
+    """Returns a figure that plots.js draws. data: JSON without "<"."""
+    note = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
+    script = f'<script type="application/json">{data}</script>'
+    return f"{_PLOT}{script}<noscript>This plot needs JavaScript.</noscript>{note}</figure>"
+
+
 def details(summary: str, body: str, is_open: bool = False) -> str:
     """Returns a part that a reader can open."""
     opened = " open" if is_open else ""
@@ -56,6 +68,12 @@ def table(rows: Iterable[Iterable[str]], head: Sequence[str] = ()) -> str:
 
     heading = [line(head, "th")] if head else []
     return f"<table>{''.join([*heading, *(line(row, 'td') for row in rows)])}</table>"
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns a list of names and their values, which are HTML."""
+    items = (f"<dt>{html.escape(name)}</dt><dd>{value}</dd>" for name, value in pairs)
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def text_table(rows: Iterable[Iterable[str]], head: Sequence[str] = ()) -> str:
@@ -109,6 +127,34 @@ header p { margin: 4px 0 24px; color: var(--muted); }
 figure { margin: 0; padding: 16px 16px 12px; }
 figure svg { display: block; height: auto; }
 figcaption { color: var(--muted); font-size: 13px; padding: 4px 4px 0; }
+button { font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer; }
+.plot svg { touch-action: pan-y; user-select: none; cursor: crosshair; }
+.plot text { fill: var(--muted); font-size: 11px; font-variant-numeric: tabular-nums; }
+.plot path { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.plot path.faint { stroke-width: .8; opacity: .25; }
+.plot .faded { opacity: .45; }
+.plot .grid { stroke: var(--line); stroke-width: .8; }
+.plot .level { stroke: var(--muted); stroke-width: 1.1; stroke-dasharray: 4 3; }
+.cursor line { stroke: var(--muted); stroke-width: 1; }
+.cursor circle { stroke: var(--paper); stroke-width: 1.5; }
+.drag { fill: var(--series-1); opacity: .15; }
+.plot-head { display: flex; justify-content: space-between; font-size: 14px; }
+.plot-head button, .plot-bar button { color: var(--muted); font-size: 12px; padding: 0 8px;
+  border: 1px solid var(--line); border-radius: 6px; }
+.plot-head button.on, .plot-bar button.on { color: var(--series-1); border-color: var(--series-1); }
+.plot-bar { display: flex; flex-wrap: wrap; gap: 4px 8px; margin-top: 20px; align-items: baseline;
+  color: var(--muted); font-size: 13px; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 14px; min-height: 22px; margin-bottom: 2px;
+  font-size: 12.5px; font-variant-numeric: tabular-nums; }
+.entry i { font-style: normal; margin-left: 5px; opacity: .8; }
+.entry.off { opacity: .4; text-decoration: line-through; }
+.readout { margin-left: auto; color: var(--muted); }
+a { color: var(--series-1); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 20px; margin: 0; padding: 8px 18px;
+  background: var(--paper); border: 1px solid var(--line); border-radius: 12px; font-size: 14px; }
+dt, dd { margin: 0; padding: 5px 0; }
+dt { color: var(--muted); }
+dd { overflow-wrap: anywhere; }
 details { margin-bottom: 8px; padding: 10px 16px; }
 summary { cursor: pointer; color: var(--muted); font-variant-numeric: tabular-nums; }
 pre { margin: 10px 0 4px; white-space: pre-wrap; overflow-wrap: anywhere;

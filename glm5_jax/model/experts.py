@@ -6,11 +6,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from glm5_jax.model import mlp
 from glm5_jax.parallel.params import Declare
 from pallas_kernels.backends import Implementation
+from pallas_kernels.fp8_blocks import fp8_grouped_matmul
 from pallas_kernels.grouped_matmul import grouped_swiglu
 from pallas_kernels.grouped_matmul.xla import swiglu
-from pallas_kernels.quantized_weights import Int4
+from pallas_kernels.quantized_weights import Fp8, Int4
 from pallas_kernels.w4a8_matmul import ref as w4a8, w4a8_grouped_matmul
 from pallas_kernels.w4a8_matmul.quantize import quantize_a8
 
@@ -50,6 +52,8 @@ def fetched_swiglu(
             jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w[name])
             for name in NAMES
         )
+        if isinstance(gate, Fp8):
+            return None, mlp.swiglu({"gate": gate, "up": up, "down": down}, row)
         if not isinstance(gate, Int4):
             return None, swiglu(row, gate, up, down)[0]
 
@@ -76,6 +80,15 @@ def sorted_swiglu(
     sum_axes: as for `fetched_swiglu`.
     """
     gate, up, down = (w[name] for name in NAMES)
+    if isinstance(gate, Fp8):
+
+        def multiply_fp8(rows, w):
+            return fp8_grouped_matmul(
+                rows, w.values, w.scale, group_sizes, expected_rows=expected_rows
+            )
+
+        hidden = jax.nn.silu(multiply_fp8(x, gate)) * multiply_fp8(x, up)
+        return multiply_fp8(hidden, down)
     if isinstance(gate, Int4):
 
         def multiply(rows, scale, w):

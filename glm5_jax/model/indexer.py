@@ -76,9 +76,8 @@ def index_keys(
     cfg: ModelConfig,
 ) -> Float[Array, "b t j"]:
     """Returns idx_k of the block's normed input x; these keys are cached."""
-    k = layer_norm(
-        jnp.einsum("btd,dj->btj", x, w["k"]), w["k_norm"], w["k_norm_bias"], cfg.index_norm_eps
-    )
+    k = quantized_einsum("btd,dj->btj", x, w["k"])
+    k = layer_norm(k, w["k_norm"], w["k_norm_bias"], cfg.index_norm_eps)
     return _rotate_front(k, cos, sin, cfg)
 
 

@@ -10,14 +10,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.parallel.tree import flatten, map_with_path, matches_any
-from pallas_kernels.quantized_weights import Int4
+from pallas_kernels.quantized_weights import Fp8, Int4
 from pallas_kernels.w4a8_matmul.quantize import round_w4, scale_w4
 
 ROUTED = (r"(^|/)experts/(gate|up|down)$",)  # patterns of the weights that become int4
+FEED_FORWARD = (r"/(gate|up|down)$",)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -64,15 +66,18 @@ def with_int4_experts(params: PyTree, cfg: ModelConfig) -> PyTree:
 
 
 def check_shards(cfg: ModelConfig, shapes: PyTree, shardings: PyTree) -> None:
-    """Raises ValueError if a device's shard of experts ends inside a quantisation group.
+    """Raises ValueError if a device's shard ends inside a group of int4 experts, or of width inside a block of FP8.
 
     shapes, shardings: trees of shapes and NamedShardings of the parameters.
     """
     shapes = flatten(shapes)
     for path, sharding in flatten(shardings).items():
+        leaf, group = shapes[path], cfg.int4_group
+        if isinstance(leaf, Fp8):
+            _check_fp8_shards(path, leaf, sharding.values)
+            continue
         if not matches_any(ROUTED, path):
             continue
-        leaf, group = shapes[path], cfg.int4_group
         if isinstance(leaf, Int4):
             # Only `tensor` may split inside a group: other axes shard between groups.
             sharding, group = sharding.packed, leaf.group
@@ -88,3 +93,17 @@ def check_shards(cfg: ModelConfig, shapes: PyTree, shardings: PyTree) -> None:
                 f"int4 in groups of {group}: mesh axes {axis_sizes} cut {path} into shards of {rows} rows, "
                 "which are not whole groups; use a group that divides them, or smaller axes"
             )
+
+
+def _check_fp8_shards(path: str, leaf: Fp8, sharding: NamedSharding) -> None:
+    """Raises ValueError if the axis `tensor`, which always divides the width of a feed-forward, would cut a block."""
+    size = sharding.mesh.shape["tensor"]
+    if size == 1 or not matches_any(FEED_FORWARD, path):
+        return
+    dim = -2 if path.endswith("down") else -1
+    entry = sharding.spec[dim]
+    if "tensor" not in (entry if isinstance(entry, tuple) else (entry,)):
+        raise ValueError(
+            f"FP8 in blocks of {leaf.group}: mesh axis tensor={size} cuts the width {leaf.shape[dim]} of {path} inside a "
+            "block; use a smaller axis"
+        )

@@ -4,16 +4,20 @@ A box has a (start, stop) for each dimension. The distinct boxes of a sharding d
 """
 
 import collections
+import functools
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Sharding
 
 Box = tuple[tuple[int, int], ...]
+MAX_PLACED = 2**28  # numbers of a box that `place` reads at once; our choice
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -86,18 +90,37 @@ def local_boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Box, list[Any]
 def place(
     shape: Sequence[int], read: Callable[[list[slice]], np.ndarray], sharding: Sharding
 ) -> jax.Array:
-    """Creates an array from its boxes. Each box is read once and copied to all its devices of this process."""
+    """Creates an array from its boxes. Each number is read once and copied to all its devices of this process.
+
+    A large box is read in parts, which are joined on the devices.
+    """
     arrays = []
     for box, devices in local_boxes(sharding, shape).items():
-        part = read([slice(*bounds) for bounds in box])
-        placed = [jax.device_put(part, device) for device in devices]
-        # Free the part before the next one is read. Three things may hold it: the transfer, this name, and jax's list
-        # of host buffers to release, which Python's garbage collector empties.
-        jax.block_until_ready(placed)
-        del part
-        gc.collect(0)
-        arrays += placed
+        parts = list(split(box, MAX_PLACED))
+        joined: list[Any] = []
+        for part_box in parts:
+            part = read([slice(*bounds) for bounds in part_box])
+            placed = [jax.device_put(part, device) for device in devices]
+            if len(parts) == 1:
+                joined = placed
+            else:
+                sizes = [stop - start for start, stop in box]
+                joined = joined or [jnp.zeros(sizes, part.dtype, device=d) for d in devices]
+                starts = [one.start for one in slices_in(part_box, box)]
+                joined = [_write(array, new, starts) for array, new in zip(joined, placed)]
+            # Free the part before the next one is read. Three things may hold it: the transfer, this name, and jax's
+            # list of host buffers to release, which Python's garbage collector empties.
+            jax.block_until_ready(joined)
+            del part, placed
+            gc.collect(0)
+        arrays += joined
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(array: jax.Array, part: jax.Array, starts: list[int]) -> jax.Array:
+    """Writes a part of an array in place."""
+    return lax.dynamic_update_slice(array, part, starts)
 
 
 def format_box(box: Box) -> str:

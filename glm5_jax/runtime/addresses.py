@@ -68,6 +68,14 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
+def can_be_host(host: str) -> bool:
+    """Returns whether a text can be the name or address of a machine, or empty, which is every network."""
+    try:
+        return not re.search(r"[\s\x00-\x1f\x7f/]", host) and bool(host.encode("idna") or not host)
+    except UnicodeError:
+        return False
+
+
 def is_wildcard(host: str) -> bool:
     """Returns True if a host means every network of the machine, in any spelling, such as 0 or ::ffff:0.0.0.0."""
     if not host:
@@ -75,7 +83,7 @@ def is_wildcard(host: str) -> bool:
     try:
         # This queries no name server. The C library accepts more spellings than `ipaddress`.
         [first, *_] = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
-    except OSError:
+    except (OSError, UnicodeError):  # a text that is no host at all
         return False
     return is_unspecified(str(first[4][0]))
 

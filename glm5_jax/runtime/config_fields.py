@@ -117,8 +117,12 @@ def unknown_variant(variant: str, variants: Collection[str]) -> str:
     """Returns the error message for an unknown variant, with the most similar one and all that exist."""
     close = close_names(variant, variants, count=1, cutoff=0.5)
     offer = f"did you mean {close[0]}? There are" if close else "use one of"
-    between = " or " if any("," in name for name in variants) else ", "
-    return f"unknown variant {variant!r}; {offer} {between.join(variants)}"
+    return f"unknown variant {variant!r}; {offer} {join_variants(variants)}"
+
+
+def join_variants(variants: Collection[str]) -> str:
+    """Returns the names of variants as text. Some hold a comma."""
+    return (" or " if any("," in name for name in variants) else ", ").join(variants)
 
 
 def field_meanings(config_class: type) -> dict[str, str]:

@@ -113,7 +113,10 @@ def _typed(value, hint, path, initial):
     if hint == str | None and value in ("None", "none", ""):
         return None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{path} is too large for a floating-point number") from None
     if typing.get_origin(hint) is tuple and isinstance(value, (tuple, list)):
         try:
             value = _built(value, hint)

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from glm5_jax.runtime import json_body
 from glm5_jax.runtime.addresses import (
+    can_be_host,
     host_of,
     is_address,
     is_loopback,
@@ -131,6 +132,10 @@ class ListenConfig:
             raise ValueError(f"port is {self.port}; it must be from 0 to 65535")
         if self.api_key == "":
             raise ValueError("api_key is empty; give a key, or None for none")
+        if not can_be_host(self.host):
+            raise ValueError(
+                f"host is {self.host!r:.200}, which is no name or address of a machine; give one such as 127.0.0.1"
+            )
         if is_wildcard(self.host):
             self.check_reach()
         for name in ("max_body_bytes", "receive_timeout_s", "grace_s"):

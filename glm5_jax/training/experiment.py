@@ -41,6 +41,10 @@ class MeshConfig:
     tensor: int = 1
 
 
+# Fields of a model that belong to its training: new adapters, and quantisation-aware training.
+MODEL_CHANGES = ("lora", "int4_group")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
     """Options that all stages of training share.
@@ -67,7 +71,9 @@ class StageConfig:
         checkpoint's are dropped. ("indexer",) adds indexers to a dense model. Also patterns of model fields that may
         differ although they change what weights compute: ("rope_theta",).
       model_of_checkpoint: whether the model and, unless it is set, the tokenizer are those of the checkpoint. Of `model`,
-        only `lora` counts then.
+        only the fields of `model_changes` count then. A command line that names a checkpoint, and no field of the model
+        other than these, sets it (launch/command_line.py).
+      model_changes: fields of `model`, or GROUP.FIELD, that the stage changes, whichever model it trains.
     """
 
     name: str = "experiment"
@@ -84,11 +90,18 @@ class StageConfig:
     requires_data: bool = False
     may_differ: tuple[str, ...] = ()
     model_of_checkpoint: bool = False
+    model_changes: tuple[str, ...] = MODEL_CHANGES
 
     @property
     def steps(self) -> int:
         """Returns the last step of the run; by default that of its learning-rate schedule."""
-        return self.train.steps or self.schedule.total_steps
+        return self.train.steps or self.schedule.num_steps
+
+    def change_model(self, model: ModelConfig) -> ModelConfig:
+        """Returns the model that the stage trains, of a checkpoint's model: with the fields of `model_changes`."""
+        for path in self.model_changes:
+            model = _with_field_of(self.model, model, path)
+        return model
 
     @property
     def changeable_on_resume(self) -> tuple[str, ...]:
@@ -171,6 +184,8 @@ _CHANGEABLE_ON_RESUME = (
     "train.",
     "sample.",
     "requires_data",
+    "model_of_checkpoint",  # the fields of the model are compared
+    "model_changes",
     "data.num_threads",
     "data.prefetch_documents",
     "step.rows_per_device",
@@ -186,6 +201,15 @@ _CHANGEABLE_ON_RESUME = (
     "step.reduce_dtype",
     "optimizer.ns_blocks",
 )
+
+
+def _with_field_of(source: Config, target: Config, path: str) -> Config:
+    """Returns a dataclass with the value that another one has at a path, FIELD or GROUP.FIELD."""
+    name, _, rest = path.partition(".")
+    value = getattr(source, name)
+    if rest:
+        value = _with_field_of(value, getattr(target, name), rest)
+    return dataclasses.replace(target, **{name: value})  # pyright: ignore[reportArgumentType]
 
 
 def choose(

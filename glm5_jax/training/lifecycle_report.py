@@ -9,9 +9,10 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from glm5_jax.metrics import charts, html_page
+from glm5_jax.metrics import html_page, plots
 from glm5_jax.metrics.metrics_log import column, last_value, read
 from glm5_jax.training import report
+from glm5_jax.training.report_plots import HELD_OUT, HELD_OUT_REWARD, REWARD
 
 COLUMNS = (
     "stage", "starts from", "attention", "tokens a row", "tokens",
@@ -56,9 +57,9 @@ def read_stage(folder) -> StageResult:
         sequence_length=config.get("length") or config["data"]["sequence_length"],
         tokens=last_value(rows, "tokens") or 0,
         loss=_ends(column(rows, "loss/ce")[1]),
-        held_out=_first_and_last(rows, report.HELD_OUT),
+        held_out=_first_and_last(rows, HELD_OUT),
         indexer=_ends(column(rows, "loss/indexer")[1]),
-        reward=_first_and_last(rows, report.HELD_OUT_REWARD),
+        reward=_first_and_last(rows, HELD_OUT_REWARD),
     )
 
 
@@ -123,9 +124,9 @@ def _charts(folders):
     """Yields charts of all stages one after the other, by the tokens seen."""
     for name, label, smooth in (
         ("loss/ce", "Training loss, nats per token", True),
-        (report.HELD_OUT, "Held-out bits per byte", False),
+        (HELD_OUT, "Held-out bits per byte", False),
         ("loss/indexer", "Loss of the indexers, summed over layers", True),
-        (report.REWARD, "Reward", True),
+        (REWARD, "Reward", True),
     ):
         series, seen = [], 0
         for folder in folders:
@@ -140,8 +141,7 @@ def _charts(folders):
             series.append((folder.name, x, y))
             seen += max(tokens.values(), default=0)
         if any(y for _, _, y in series):
-            drawing = charts.line_chart(series, x_label="tokens", y_label=label, smooth=smooth)
-            yield html_page.figure(drawing)
+            yield plots.line_plot(series, label, x_label="tokens", smooth=smooth)
 
 
 def _first_and_last(rows, name: str) -> tuple[float | None, float | None]:

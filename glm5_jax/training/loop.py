@@ -22,7 +22,7 @@ class TrainConfig:
     Saves, evaluations and samples also happen at the last step.
 
     Attributes:
-      steps: last step of the run; None: total_steps of the learning-rate schedule.
+      steps: last step of the run; None: the last one of the learning-rate schedule.
       log_interval: steps between two lines of metrics.
       eval_interval: steps between two evaluations.
       sample_interval: steps between two sets of sample texts.
@@ -102,6 +102,7 @@ def train(
     evaluate: Callable[[dict, int], dict[str, float]] | None = None,
     evaluate_first: bool = False,
     sample: Callable[[dict, int], str] | None = None,
+    evaluated: Callable[[], None] = lambda: None,
     export: Callable[[dict], None] = lambda state: None,
     stop: PreemptionGuard | bool = False,
 ) -> dict:
@@ -116,6 +117,7 @@ def train(
       evaluate: evaluate(state, n) -> numbers to record after n steps; None: no evaluation.
       evaluate_first: whether to evaluate before the first step too.
       sample: sample(state, n) -> text to print after n steps; None: no samples.
+      evaluated: called after the numbers of an evaluation are recorded.
       export: export(state) writes other files of a state, before each checkpoint. So they are there if a checkpoint is.
 
     Raises, with the last good checkpoint in the message:
@@ -131,9 +133,14 @@ def train(
         export(state)
         store.save(state, loader.state(), {"counters": dataclasses.asdict(recorder.counters)})
 
-    try:
-        if evaluate and evaluate_first and not stopping:
+    def run_evaluation() -> None:
+        if evaluate is not None:
             recorder.note(done, evaluate(state, done))
+            evaluated()
+
+    try:
+        if evaluate_first and not stopping:
+            run_evaluation()
             recorder.restart_clock()
             stopping = multihost.any_process(stop)
         while done < steps and not stopping:
@@ -157,7 +164,7 @@ def train(
                 continue
             recorder.settle()
             if evaluate and evaluating:
-                recorder.note(done, evaluate(state, done))
+                run_evaluation()
                 stopping = stopping or multihost.any_process(stop)
             if sample and sampling:
                 recorder.print(sample(state, done))

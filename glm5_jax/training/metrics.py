@@ -6,6 +6,7 @@ which is 1 if the step made no update because its loss or a gradient was not fin
 """
 
 import dataclasses
+import resource
 import time
 
 import jax
@@ -60,6 +61,7 @@ class Recorder:
         self._pending = None
         self._rate = ""
         self._size = 0
+        self._started = time.perf_counter()
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -116,6 +118,8 @@ class Recorder:
         values = {k: _host(v) for k, v in tree.flatten(metrics).items()}
         values["tokens"] = self.counters.tokens
         values["skipped"] = self.counters.skipped
+        values["system/elapsed_s"] = time.perf_counter() - self._started
+        values |= peak_memory()
         if self._tokens:
             rate = self._tokens / (time.perf_counter() - self._since)
             values["speed/tokens_per_second"] = rate
@@ -139,6 +143,14 @@ class Recorder:
                 f"step {step}: loss or gradients were not finite {count.consecutive_skipped} times in a "
                 f"row and {count.skipped} times in all (limits {max_consecutive} and {max_skipped})"
             )
+
+
+def peak_memory() -> dict[str, int]:
+    """Returns the peak memory of this process, and that of its fullest device if the backend counts it, in bytes."""
+    peaks = {"system/peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    devices = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
+    return peaks | ({"system/peak_device_bytes": max(devices)} if devices else {})
 
 
 def is_ready(value) -> bool:

@@ -1,29 +1,30 @@
 """Report of a run: a `Summary` of its workdir, and one self-contained page with plots.
 
 Both are derived from `config.json`, `metrics.jsonl`, `starts.jsonl` and `samples/` only, so `write_page(workdir)` can
-make them again at any time.
+make them again at any time. Runs in neighbouring folders are shown for comparison.
 """
 
 import dataclasses
-import functools
 import html
 import json
 import pathlib
 import statistics
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from glm5_jax.metrics import charts, html_page
-from glm5_jax.metrics.jsonl import append_lines, read_objects
 from glm5_jax.metrics.metrics_log import column, last_value, read
 from glm5_jax.runtime.utilization import read_utilization
+from glm5_jax.training.provenance import STARTS, read_starts
+from glm5_jax.training.report_plots import HELD_OUT, HELD_OUT_REWARD, REWARD, run_plots
 
 PAGE = pathlib.Path("report") / "index.html"
-STARTS = "starts.jsonl"
-HELD_OUT = "held_out/bits_per_byte"
-REWARD, HELD_OUT_REWARD = "reward/mean", "held_out/reward"
 BASELINE_TOKENS = "baseline/tokens"
+_MAX_OTHER_RUNS = 8  # that are compared, the last written ones
+_MAX_OTHER_BYTES = 2**26  # of the metrics of another run
+_RAW_FILES = ("metrics.jsonl", "config.json", STARTS, "samples", "tensorboard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Summary:
     baselines: dict[str, float]  # bits per byte on the same tokens
     baseline_tokens: int | None  # tokens of training text that the baselines counted; None: all
     tokens_per_second: float | None  # median
+    usual_rates: tuple[float, float] | None  # 10th and 90th percentile of tokens per second
     mfu: float | None  # median
     reward: float | None  # mean of the last 20 rows
     held_out_reward: float | None
@@ -83,15 +85,13 @@ def summarise(workdir) -> Summary:
         baselines=_baselines(rows),
         baseline_tokens=last_value(rows, BASELINE_TOKENS),
         tokens_per_second=statistics.median(rates) if rates else None,
+        usual_rates=(float(np.quantile(rates, 0.1)), float(np.quantile(rates, 0.9)))
+        if rates
+        else None,
         mfu=statistics.median(mfu) if mfu else None,
         reward=statistics.fmean(rewards[-20:]) if rewards else None,
         held_out_reward=last_value(rows, HELD_OUT_REWARD),
     )
-
-
-def note_start(workdir, **facts: str) -> None:
-    """Appends the facts of a start of the run (time, command, versions, devices) to the workdir, for the page."""
-    append_lines(pathlib.Path(workdir) / STARTS, json.dumps(facts).encode() + b"\n")
 
 
 def write_page(workdir) -> pathlib.Path:
@@ -100,12 +100,15 @@ def write_page(workdir) -> pathlib.Path:
     summary, rows = summarise(workdir), read(workdir)
     config = json.loads((workdir / "config.json").read_text())
     model = config.get("model", {})
+    counted = summary.baseline_tokens
+    text = "the training text" if counted is None else f"{counted:,} tokens of the training text"
+    figures = run_plots(rows, model, summary.baselines, text, _other_runs(workdir, config))
     parts = [
         _tiles(summary),
-        html_page.chart_section(_charts(rows, model)),
+        html_page.chart_section(figures),
+        _run_section(workdir, rows, config),
         _programs(workdir),
-        _start_section(workdir / STARTS),
-        _sample_section(_samples(workdir)),
+        _sample_section(_samples(workdir), config.get("sample", {}).get("prompts", ())),
         _config_section(config),
     ]
     name = config.get("name", workdir.name)
@@ -150,7 +153,10 @@ def _tiles(summary: Summary) -> str:
     if summary.loss is not None:
         tiles.append((f"{summary.loss:.3f}", "training loss, nats per token", ""))
     if summary.tokens_per_second is not None:
-        tiles.append((f"{summary.tokens_per_second:,.0f}", "tokens per second", ""))
+        assert summary.usual_rates is not None, "there are rates"
+        low, high = summary.usual_rates
+        text = f"tokens per second (80%: {low:,.0f} to {high:,.0f})"
+        tiles.append((f"{summary.tokens_per_second:,.0f}", text, ""))
     if summary.mfu is not None:
         tiles.append((f"{summary.mfu:.1%}", "model FLOPs utilisation", ""))
     tiles.append((f"{summary.step:,}", f"steps, {summary.tokens:,} tokens", ""))
@@ -160,119 +166,77 @@ def _tiles(summary: Summary) -> str:
     return f'<section class="tiles">{"".join(cells)}</section>'
 
 
-def _charts(rows: list[dict], model: dict):
-    """Yields a figure for every group of metrics that the run has recorded."""
-    series = functools.partial(_series, rows)
-    if held_out := column(rows, HELD_OUT)[0]:
-        counted = last_value(rows, BASELINE_TOKENS)
-        text = f"{counted:,} tokens of the training text" if counted else "the training text"
-        yield _lines(
-            [("model", held_out, column(rows, HELD_OUT)[1])],
-            "Held-out bits per byte",
-            f"Dashed: n-gram baselines that count {text}.",
-            levels=tuple(_baselines(rows).items()),
-        )
-    if column(rows, REWARD)[0]:
-        yield from _reward_charts(rows)
-    if losses := series("loss/"):
-        main = [s for s in losses if s[0] in ("ce", "mtp")] or losses
-        yield _lines(main, "Training loss, nats per token", smooth=True)
-    if rates := series("learning_rate"):
-        yield _lines(rates, "Learning rate")
-    if norms := series("grad_norm/"):
-        yield _lines(norms, "Gradient norm", log=True, smooth=True)
-    router, logits, index = "router/load_imbalance", "max_logit", "index_loss"
-    if column(rows, index)[0]:
-        names = _layer_names(model, 0)
-        drawing = _layers(*column(rows, index), "Loss of the indexers, nats", names)
-        yield html_page.figure(
-            drawing, "KL divergence of an indexer's softmax from the attention's probabilities."
-        )
-    if column(rows, router)[0]:
-        names = _layer_names(model, model.get("first_k_dense_replace", 0))
-        drawing = _layers(*column(rows, router), "Largest expert load", names)
-        yield html_page.figure(
-            drawing, "The busiest expert's tokens over the mean; 1 is perfect balance."
-        )
-    if column(rows, logits)[0]:
-        names = _layer_names(model, 0)
-        yield html_page.figure(_layers(*column(rows, logits), "Largest attention logit", names))
-    extra = [s for s in losses if s[0] in ("balance", "z") and any(s[2])]
-    if extra:
-        yield _lines(extra, "Auxiliary losses", smooth=True)
-    if speed := column(rows, "speed/tokens_per_second")[0]:
-        values = column(rows, "speed/tokens_per_second")[1]
-        yield _lines([("", speed, values)], "Tokens per second", smooth=True)
+def _other_runs(workdir: pathlib.Path, config: dict) -> dict[str, list[dict]]:
+    """Returns the metrics of other runs in the parent folder that evaluate on the same held-out data, by folder name."""
+    runs: list[tuple[float, pathlib.Path]] = []
+    for path in workdir.resolve().parent.glob("*/metrics.jsonl"):
+        stat = path.stat()
+        if path.parent != workdir.resolve() and stat.st_size <= _MAX_OTHER_BYTES:
+            runs.append((stat.st_mtime, path.parent))
+    others = {}
+    for _, folder in sorted(runs, reverse=True)[:_MAX_OTHER_RUNS]:
+        try:
+            other = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError):
+            continue  # no run, or one that is being written
+        if isinstance(other, dict) and _held_out_data(other) == _held_out_data(config):
+            others[folder.name] = read(folder)
+    return others
 
 
-def _series(rows: list[dict], prefix: str, without: Sequence[str] = ()) -> list[charts.Series]:
-    """Returns (name, steps, values) of the metrics whose names begin with a prefix, without lists per layer."""
-    names = dict.fromkeys(k for row in rows for k in row if k.startswith(prefix))
-    columns = ((k.removeprefix(prefix), *column(rows, k)) for k in names if k not in without)
-    return [s for s in columns if s[1] and not isinstance(s[2][-1], list)]
+def _held_out_data(config: dict) -> tuple:
+    """Returns the fields that decide on which data a run is evaluated."""
+    data = config.get("data", {})
+    names = ("sources", "held_out_fraction", "sequence_length", "packing")
+    fields = [data.get(name) for name in names]
+    return *fields, config.get("tokenizer"), config.get("tasks")
 
 
-def _lines(series: list[charts.Series], label: str, note: str = "", **options) -> str:
-    """Returns a figure with a line chart. options: as of `charts.line_chart`."""
-    return html_page.figure(charts.line_chart(series, y_label=label, **options), note)
+def _run_section(workdir: pathlib.Path, rows: list[dict], config: dict) -> str:
+    """Returns the section with what the run was started with, what it took, and links to its files."""
+    starts = read_starts(workdir)
+    pairs = []
+    if starts:
+        newest = starts[-1]
+        for name in ("command", "commit", "versions", "devices", "processes"):
+            if newest.get(name):
+                pairs.append((name, html.escape(newest[name])))
+        pairs.append(("started", html.escape(starts[0].get("time", ""))))
+        if len(starts) > 1:
+            times = ", ".join(
+                f"{s.get('time', '')} at step {s.get('step', '')}" for s in starts[1:]
+            )
+            pairs.append(("resumed", html.escape(times)))
+        if "parameters" in newest:
+            counts = f"{newest['parameters']}, of which {newest.get('active')} are active per token"
+            pairs.append(("parameters", html.escape(counts)))
+    if seconds := _duration(rows):
+        pairs.append(("duration", f"{_duration_text(seconds)} of training, evaluation and saving"))
+    for where in ("host", "device"):
+        if peak := max(column(rows, f"system/peak_{where}_bytes")[1], default=0):
+            pairs.append((f"peak memory, {where}", f"{peak / 2**30:.2f} GiB"))
+    if (metrics := workdir / "metrics.jsonl").exists():
+        written = time.gmtime(metrics.stat().st_mtime)
+        pairs.append(("last metrics", time.strftime("%Y-%m-%d %H:%M:%S UTC", written)))
+    links = (f'<a href="../{name}">{name}</a>' for name in _RAW_FILES if (workdir / name).exists())
+    pairs.append(("raw data", ", ".join(links)))
+    return html_page.section("Run", html_page.facts(pairs))
 
 
-def _reward_charts(rows: list[dict]):
-    series = functools.partial(_series, rows)
-    if held_out := series("held_out/"):
-        yield _lines(held_out, "Reward on held-out tasks")
-    rewards = series("reward/", without=(REWARD,))
-    yield _lines(rewards, "Reward", smooth=True)
-    if parts := series("reward_part/"):
-        yield _lines(parts, "Parts of the reward", smooth=True)
-    policy = {name: (steps, values) for name, steps, values in series("policy/")}
-    if "clip_frac_low" in policy and "clip_frac_high" in policy:
-        steps, below = policy["clip_frac_low"]
-        policy["masked"] = steps, [a + b for a, b in zip(below, policy["clip_frac_high"][1])]
-        policy["inside"] = steps, [1 - masked for masked in policy["masked"][1]]
-    for label, names, note in (
-        (
-            "Entropy, nats per token",
-            ("entropy",),
-            "Entropy of the sampled tokens; at zero there is no exploration.",
-        ),
-        (
-            "Difference of log-probs, nats",
-            ("abs_logratio", "mismatch_kl"),
-            "Engine against learner: mean absolute difference, and an estimate of the KL divergence.",
-        ),
-        (
-            "Share of tokens masked",
-            ("clip_frac_low", "clip_frac_high", "masked"),
-            "Tokens outside the window of the importance ratio: on either side, and in total.",
-        ),
-        ("Share of tokens trained on", ("inside",), "Tokens inside the window of the ratio."),
-        (
-            "Staleness, steps",
-            ("staleness", "staleness_mean", "version_span"),
-            "Age of the sampling weights in steps: of the oldest token, on average, and spread in one attempt.",
-        ),
-    ):
-        lines = [(name, *policy[name]) for name in names if name in policy]
-        if lines:
-            yield _lines(lines, label, note, smooth=True)
-    if rates := [s for s in series("mismatch/") if s[0].endswith("_match_rate")]:
-        note = "Engine against learner, on the same tokens and over all layers."
-        yield _lines(rates, "Equal choices, share", note)
-    if tasks := series("share/"):
-        yield _lines(tasks, "Tasks, shares of attempts", smooth=True)
-    rollout = series("rollout/")
-    for name in ("tokens", "seconds"):
-        if lines := [s for s in rollout if s[0] == name]:
-            label = f"{name.capitalize()} per attempt"
-            yield _lines(lines, label, smooth=True)
-    if shares := [s for s in rollout if s[0] not in ("tokens", "seconds")]:
-        yield _lines(shares, "Attempts and groups, shares", smooth=True)
-    if dropped := series("dropped/"):
-        note = "By the reason why they are not trained on."
-        yield _lines(dropped, "Groups dropped per batch", note, smooth=True)
-    if seconds := series("seconds/"):
-        yield _lines(seconds, "Seconds per step", smooth=True)
+def _duration(rows: list[dict]) -> float:
+    """Returns the seconds of the run up to its last row, over all starts, without what a resume repeated."""
+    total = last = 0.0
+    for seconds in column(rows, "system/elapsed_s")[1]:
+        if seconds < last:  # another start
+            total += last
+        last = seconds
+    return total + last
+
+
+def _duration_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def _programs(workdir: pathlib.Path) -> str:
@@ -298,43 +262,28 @@ def _programs(workdir: pathlib.Path) -> str:
     return html_page.section("Programs", html_page.figure(drawing) + table)
 
 
-def _layer_names(model: dict, first: int) -> list[str]:
-    return [f"layer {i}" for i in range(first, model.get("num_hidden_layers", first))] + ["mtp"]
-
-
-def _layers(steps, values, label, names) -> str:
-    shown = range(0, len(steps), max(1, len(steps) // 150))
-    table = np.array([values[i] for i in shown], float).T
-    low, high = float(np.nanmin(table)), float(np.nanquantile(table, 0.99))
-    return charts.heat_map(
-        table,
-        [steps[i] for i in shown],
-        y_label=label,
-        rows=names[: len(table)],
-        low=low,
-        high=max(high, low + 1e-6),
-    )
-
-
-def _sample_section(samples: list[tuple[int, str]]) -> str:
+def _sample_section(samples: list[tuple[int, str]], prompts: Sequence[str]) -> str:
     if not samples:
         return ""
     newest = samples[-1][0]
     items = (
-        html_page.details(f"step {step:,}", f"<pre>{html.escape(text)}</pre>", step == newest)
+        html_page.details(
+            f"step {step:,}", f"<pre>{_mark_prompts(text, prompts)}</pre>", step == newest
+        )
         for step, text in reversed(samples)
     )
     return html_page.section("Samples", "".join(items))
 
 
-def _start_section(file: pathlib.Path) -> str:
-    """Returns the section with a table of the run's starts, the newest first."""
-    starts = list(read_objects(file)) if file.exists() else []
-    if not starts:
-        return ""
-    names = list(dict.fromkeys(name for start in starts for name in start))
-    lines = [[str(start.get(name, "")) for name in names] for start in reversed(starts)]
-    return html_page.section("Starts", html_page.text_table([names, *lines]))
+def _mark_prompts(text: str, prompts: Sequence[str]) -> str:
+    """Returns the HTML of a sample text, with the prompts that it continues in bold."""
+    parts = []
+    for prompt in prompts:
+        before, mark, after = text.partition(prompt)
+        if mark:
+            parts.append(f"{html.escape(before)}<b>{html.escape(mark)}</b>")
+            text = after
+    return "".join(parts) + html.escape(text)
 
 
 def _config_section(config: dict) -> str:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 class ScheduleConfig:
     """Learning rate of steps 0 .. total_steps - 1. The defaults are pre-training's (GLM-5 App. A).
 
+    A run may have only a part of the curve: it begins at first_step, and ends at total_steps or, with `train.steps`, before.
     Step warmup_steps runs at peak, the last step and all later ones at end. Other stages of the paper:
 
     - Mid-training is "linear" from 4e-5 to 1e-5.
@@ -23,6 +24,7 @@ class ScheduleConfig:
       end: last learning rate.
       warmup_steps: steps from 0 to peak. Not printed; the default is 0.5% of pre-training's steps.
       total_steps: steps of the schedule; the default is `num_steps` of the default batch ramp and 27e12 tokens.
+      first_step: steps of the curve that earlier runs have trained.
     """
 
     kind: str = "cosine"
@@ -30,17 +32,35 @@ class ScheduleConfig:
     end: float = 4e-5
     warmup_steps: int = 2000
     total_steps: int = 413_095
+    first_step: int = 0
 
     def __post_init__(self):
         if self.total_steps < 1:
             raise ValueError(f"total_steps is {self.total_steps}; it must be positive")
+        if not 0 <= self.first_step < self.total_steps:
+            raise ValueError(
+                f"first_step is {self.first_step}; it must be in 0 .. total_steps - 1 ({self.total_steps - 1})"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from first_step to the end of the curve."""
+        return self.total_steps - self.first_step
 
 
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:
-    """Returns step -> learning rate. The first step of a warm-up is above zero, so that no step is wasted.
+    """Returns step of the run -> learning rate. The first step of a warm-up is above zero, so that no step is wasted.
 
     Raises ValueError if the numbers of steps or the rates contradict each other.
     """
+    curve = _make_curve(config)
+    if not config.first_step:
+        return curve
+    return lambda step: curve(step + config.first_step)
+
+
+def _make_curve(config: ScheduleConfig) -> optax.Schedule:
+    """Returns step of the curve -> learning rate."""
     falling = config.total_steps - 1 - config.warmup_steps  # steps from peak to end
     if config.warmup_steps < 0 or falling < 0:
         raise ValueError(
@@ -137,6 +157,16 @@ def num_steps(config: BatchRampConfig, tokens: int) -> int:
     while seen < min(tokens, config.ramp_tokens):
         steps, seen = steps + 1, seen + batch_tokens(config, seen)
     return steps + max(0, -(-(tokens - seen) // config.end))
+
+
+def num_tokens(config: BatchRampConfig, steps: int) -> int:
+    """Returns the tokens of the first steps, the inverse of `num_steps`."""
+    seen = 0
+    for step in range(steps):
+        if seen >= config.ramp_tokens:
+            return seen + (steps - step) * config.end
+        seen += batch_tokens(config, seen)
+    return seen
 
 
 def _check(config: BatchRampConfig):

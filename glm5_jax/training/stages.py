@@ -6,9 +6,7 @@ import errno
 import json
 import os
 import pathlib
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -36,6 +34,7 @@ from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import CONFIG, StageConfig, check_resume, write_config
 from glm5_jax.training.metrics import Recorder, TrainingStopped
+from glm5_jax.training.provenance import record_start
 from glm5_jax.training.schedule import make_schedule
 from glm5_jax.training.step import Step, make_step
 from glm5_jax.training.step_flops import model_flops
@@ -292,9 +291,11 @@ class Stage(Generic[Config]):
                 store=checkpoints,
                 recorder=recorder,
                 evaluate=self._evaluate(),
-                # The report compares a stage's result with its initial weights.
-                evaluate_first=not done and self._initial_weights is not None,
+                # The report compares a stage's result with its initial weights. Rollouts of random weights say nothing.
+                evaluate_first=not done
+                and (self._initial_weights is not None or self._evaluator is not None),
                 sample=self._sampler(),
+                evaluated=self._refresh_report,
                 export=self._write_outputs,
                 stop=stop,
             )
@@ -307,6 +308,9 @@ class Stage(Generic[Config]):
     def _write_outputs(self, state: dict) -> None:
         """Writes what a checkpoint comes with: adapters of the state, and the report of the steps so far."""
         self._export(state)
+        self._refresh_report()
+
+    def _refresh_report(self) -> None:
         multihost.run_on_first(self._write_live_report)
 
     def _write_live_report(self) -> None:
@@ -342,19 +346,7 @@ class Stage(Generic[Config]):
         self.tokenizer.save(self.workdir / "tokenizer")
         if not done:
             shutil.rmtree(self.workdir / SAMPLES, ignore_errors=True)
-            (self.workdir / report.STARTS).unlink(missing_ok=True)
-        model = self.config.model
-        report.note_start(
-            self.workdir,
-            time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            step=str(done),
-            command=shlex.join(sys.argv),
-            jax=jax.__version__,
-            devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-            processes=str(jax.process_count()),
-            parameters=f"{model.num_stored_parameters:,}",
-            active=f"{model.num_active_parameters:,}",
-        )
+        record_start(self.workdir, self.config.model, done)
 
     def _place(self, batch: Batch) -> Batch:
         """Puts a batch, of which this process holds some rows, onto the devices."""
@@ -472,7 +464,7 @@ def _with_checkpoint_model(
         model = previous_stage.config.model
     else:
         model, _ = models.read_config(source)
-    return dataclasses.replace(config, model=dataclasses.replace(model, lora=config.model.lora))
+    return dataclasses.replace(config, model=config.change_model(model))
 
 
 def _load_tokenizer(

@@ -63,16 +63,27 @@ def arguments_of(
 ) -> dict[str, dict]:
     """Returns the arguments of a program ("prefill" or "decode") by kind, as in `Program`, without tracing it."""
     (shape, _), execution = resolve_shapes(cfg, engine), engine.execution()
-    params = abstract_weights(cfg, mesh, quantised, execution)
+    params = abstract_weights(cfg, mesh, quantised, execution, engine.quantization)
     _, kinds = _arguments(name, cfg, mesh, shape, params, execution)
     return {kind: flatten_leaves(tree) for kind, tree in kinds.items()}
 
 
 def abstract_weights(
-    cfg: ModelConfig, mesh, quantised: bool = False, execution: ExecutionConfig = ExecutionConfig()
+    cfg: ModelConfig,
+    mesh,
+    quantised: bool = False,
+    execution: ExecutionConfig = ExecutionConfig(),
+    quantization: str | None = None,
 ):
-    """Returns the parameter tree of an engine as shapes with shardings; execution: options of its forward."""
+    """Returns the parameter tree of an engine as shapes with shardings.
+
+    quantised: whether its checkpoint is W4A8. execution: options of its forward. quantization: see `EngineConfig`.
+    """
     params = glm5.abstract_params(cfg, cfg.dtype)
+    if quantization is not None and not quantised:
+        params = jax.eval_shape(
+            lambda params: table.quantise(params, cfg, scheme=quantization)[0], params
+        )
     if quantised:
         params = jax.eval_shape(lambda params: table.quantise(params, cfg)[0], params)
         params = map_with_path(functools.partial(_rotate_shape, d=cfg.hidden_size), params)
@@ -86,12 +97,13 @@ def abstract_weights(
 
 def _lower(name: str, cfg, mesh, platform: str, engine: EngineConfig, quantised: bool) -> Program:
     (shape, _), execution = resolve_shapes(cfg, engine), engine.execution()
-    params = abstract_weights(cfg, mesh, quantised, execution)
+    params = abstract_weights(cfg, mesh, quantised, execution, engine.quantization)
     traced, kinds, dp_size = _trace(name, cfg, mesh, shape, params, execution)
     rows = dp_size * (shape.max_num_seqs if name == "decode" else 1)
     length = (shape.num_speculative_tokens + 1) if name == "decode" else shape.prefill_chunk
     max_length = engine.max_length or cfg.max_position_embeddings
-    min_costs = _model_costs(name, cfg, mesh, shape, quantised, rows, max_length)
+    weights = table.W4A8 if quantised else engine.quantization
+    min_costs = _model_costs(name, cfg, mesh, shape, weights, rows, max_length)
     return Program(
         name=name,
         lowered=traced.lower(lowering_platforms=(platform,)),
@@ -99,7 +111,7 @@ def _lower(name: str, cfg, mesh, platform: str, engine: EngineConfig, quantised:
         rows=rows,
         length=length,
         model_flops=sum(cost.flops for cost in min_costs),
-        parts=_parts(name, cfg, mesh, shape, quantised, traced, execution),
+        parts=_parts(name, cfg, mesh, shape, weights, traced, execution),
         weight_bytes={}
         if mesh is None
         else gathered_bytes(cfg, mesh, execution.vocab_block, params),
@@ -137,7 +149,7 @@ def _arguments(
 
 
 def _model_costs(
-    name: str, cfg, mesh, shape: EngineShapes, quantised: bool, rows: int, max_length: int
+    name: str, cfg, mesh, shape: EngineShapes, weights: str | None, rows: int, max_length: int
 ) -> tuple[Cost, ...]:
     """Returns the costs that the mathematics needs of one device in a step, as a mean over the positions of its tokens.
 
@@ -145,7 +157,7 @@ def _model_costs(
     """
     serving = Serving(
         attention=cfg.attention,
-        quantised=quantised,
+        weights=weights,
         index_cache=shape.index_cache,
         latent_cache=shape.latent_cache,
     )
@@ -163,7 +175,13 @@ def _model_costs(
 
 
 def _parts(
-    name: str, cfg, mesh, shape: EngineShapes, quantised: bool, traced, execution: ExecutionConfig
+    name: str,
+    cfg,
+    mesh,
+    shape: EngineShapes,
+    weights: str | None,
+    traced,
+    execution: ExecutionConfig,
 ) -> dict[str, int]:
     """Returns the FLOPs of one device by part; {} without a mesh.
 
@@ -174,8 +192,9 @@ def _parts(
     device_kind = mesh.abstract_mesh.abstract_device
     if device_kind is None or device_kind.platform != "tpu":
         tpu_mesh = abstract_mesh(dict(mesh.shape))
-        weights = abstract_weights(cfg, tpu_mesh, quantised, execution)
-        traced, _, _ = _trace(name, cfg, tpu_mesh, shape, weights, execution)
+        is_packed = weights == table.W4A8
+        params = abstract_weights(cfg, tpu_mesh, is_packed, execution, weights)
+        traced, _, _ = _trace(name, cfg, tpu_mesh, shape, params, execution)
     work_by_part = work_by_scope(traced.jaxpr, PARTS, while_trips=0)
     return {part: work.flops for part, work in work_by_part.items()}
 

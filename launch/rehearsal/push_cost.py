@@ -66,12 +66,19 @@ class PushCost:
 def push_cost(config: Any, chip: str, is_quantised: bool) -> PushCost:
     """Returns the cost of a push in a run with engine processes. Raises ValueError if their mesh does not fit them.
 
-    is_quantised: whether engines hold quantised weights, to which the trainer converts them.
+    is_quantised: whether engines hold W4A8 weights, to which the trainer converts them, as to FP8 with
+      engine.quantization.
     """
     cluster, kind = config.cluster, CHIPS[chip]
     devices = cluster.engine_hosts * max(1, cluster.engine_devices) * kind.num_devices
     mesh = abstract_axes(cluster.engine_mesh, chip, devices)
-    weights = abstract_weights(config.model, mesh, is_quantised, config.engine.execution())
+    weights = abstract_weights(
+        config.model,
+        mesh,
+        is_quantised,
+        config.engine.execution(),
+        config.engine.quantization,
+    )
     per_host = min(devices, kind.per_host * kind.num_devices)
     received = total = 0
     for x in jax.tree.leaves(weights):

@@ -158,6 +158,7 @@ def _small_stage(config: Any, tiny: Any, rehearsal: Rehearsal) -> Any:
     }
     changes |= {path: get(tiny, path) for path in SIZES if _has(config, path) and _has(tiny, path)}
     changes["model"] = small_model(tiny.model)
+    changes["model_of_checkpoint"] = False
     if config.step.rows_per_device is not None:
         changes["step.rows_per_device"] = 1  # several microbatches, as in the recipe
     if config.checkpoint is not None:

@@ -17,14 +17,14 @@ def forward(
     slots: Int[Array, "b t"] | None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Returns (c_q, q, latent, cache); see the package."""
-    c_q = jnp.einsum("btd,dq->btq", x, w["q_a"])
+    c_q = quantized_einsum("btd,dq->btq", x, w["q_a"])
     if "q_a_bias" in w:
         c_q = c_q + w["q_a_bias"]
     c_q = rms_norm(c_q, w["q_a_norm"], static.eps)
     q = quantized_einsum("btq,qnx->btnx", c_q, w["q_b"])
     q_nope, q_rope = jnp.split(q, [q.shape[-1] - 2 * cos.shape[-1]], axis=-1)
     q = jnp.concatenate([q_nope, rotate(q_rope, cos, sin)], axis=-1)
-    c = jnp.einsum("btd,dx->btx", x, w["kv_a"])
+    c = quantized_einsum("btd,dx->btx", x, w["kv_a"])
     if "kv_a_bias" in w:
         c = c + w["kv_a_bias"]
     c_kv, k_rope = jnp.split(c, [w["kv_a_norm"].shape[0]], axis=-1)

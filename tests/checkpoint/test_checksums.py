@@ -1,5 +1,7 @@
 """Tests that bits that have changed on disk are found when a checkpoint is read."""
 
+import dataclasses
+import json
 import shutil
 
 import jax
@@ -8,9 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.checksums import changed_arrays, checksums
-from glm5_jax.checkpoint.store import Store, load_params
+from glm5_jax.checkpoint.store import Store, load_params, open_arrays
+from glm5_jax.model import glm5
+from glm5_jax.parallel.fingerprint import box_fingerprint, read_fingerprint
 from glm5_jax.parallel.mesh import make_mesh
+from tests.inference.test_engine import light_model
 
 NOISE = np.random.default_rng(0)  # noise is stored as it is, because it cannot be compressed
 
@@ -97,3 +103,77 @@ def test_loads_parameters_of_folder_without_meta(saved, tmp_path):
     shutil.rmtree(tmp_path / "3" / "meta")
     loaded = load_params(tmp_path / "3", ABSTRACT["params"])
     assert np.array_equal(loaded["w"], STATE["params"]["w"])
+
+
+def read_in_parts(arrays):
+    """Reads w in four boxes, one of them twice and one in two parts, and b in full, as two devices would."""
+    top, bottom = slice(0, 32), slice(32, 64)
+    for rows in (top, bottom, top):
+        for columns in (slice(0, 40), slice(40, 64)):
+            arrays["w"][rows, columns]
+    arrays["b"][(slice(None),)]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_compares_arrays_as_they_are_read(saved, tmp_path, is_changed):
+    workdir = tmp_path / "run"
+    shutil.copytree(saved, workdir)
+    folder = workdir / "checkpoints" / "3"
+    if is_changed:
+        flip_bit(folder / "model")
+    arrays = open_arrays(folder, ABSTRACT["params"])
+
+    read_in_parts(arrays)
+
+    if is_changed:
+        with pytest.raises(
+            ValueError, match=f"{folder} is damaged .*1 arrays have other bits .*/w"
+        ):
+            arrays.check_bits()
+    else:
+        arrays.check_bits()
+
+
+def test_leaves_arrays_out_that_are_read_in_part(saved, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(saved, workdir)
+    flip_bit(workdir / "checkpoints" / "3" / "model")
+    arrays = open_arrays(workdir, ABSTRACT["params"])
+
+    arrays["w"][0], arrays["w"][1, 2:4], arrays["w"][63]
+    arrays.check_bits()
+    arrays = open_arrays(workdir, ABSTRACT["params"])
+    for row in range(64):  # row by row, as the programs that quantise read
+        arrays["w"][row]
+    with pytest.raises(ValueError, match="other bits"):
+        arrays.check_bits()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 40), ("bfloat16", 40), ("int8", 300)])
+def test_sums_fingerprints_of_boxes(dtype, size):
+    values = NOISE.standard_normal((size, 6, size)).astype(jnp.dtype(dtype))
+    expected = read_fingerprint(jnp.asarray(values))
+
+    boxes = [(0, 0, 0, size // 2, 6, size), (size // 2, 0, 0, size, 6, 7), (size // 2, 0, 7, size, 6, size)]  # fmt: skip
+    parts = [
+        box_fingerprint(values[a:d, b:e, c:f], (a, b, c), values.shape)
+        for a, b, c, d, e, f in boxes
+    ]
+
+    assert tuple(sum(part) % 2**32 for part in zip(*parts)) == expected
+    assert box_fingerprint(np.ones((), dtype), (), ()) == read_fingerprint(jnp.ones((), dtype))
+
+
+def test_serves_no_weights_with_a_changed_bit(tmp_path):
+    model = light_model()
+    with Store(tmp_path) as store:
+        step = jnp.asarray(3, jnp.int32)
+        state = STATE | {"params": glm5.params_of(model), "step": step}
+        store.save(state, {}, {"counters": {}})
+    config = {"model": dataclasses.asdict(model.cfg)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    models.load_served_model(tmp_path)
+    flip_bit(tmp_path / "checkpoints" / "3" / "model")
+
+    with pytest.raises(ValueError, match="is damaged .*other bits than when they were saved"):
+        models.load_served_model(tmp_path)

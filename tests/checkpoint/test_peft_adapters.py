@@ -187,7 +187,7 @@ def test_rejects_folder_without_adapter(tmp_path):
 def test_rejects_quantised_target():
     letters, params = flatten(glm5.axis_letters(base().cfg)), flatten(base().params)
     path = "moe_layers/attn/o"
-    params[path] = table.quantised(path, params[path], letters[path], None)
+    params[path] = table.quantised(table.W8A8, params[path], letters[path], None, "float32")
     model = glm5.Glm5(base().cfg, params=unflatten(params))
     with pytest.raises(ValueError, match="moe_layers/attn/o, which is quantised"):
         with_adapter(model, ADAPTER)

@@ -107,6 +107,8 @@ def test_rejects_position_on_other_data(sources):
     loader = Loader(config, TOKENIZER)
     state = loader.state()
     loader.check(json.loads(json.dumps(state)))
+    with pytest.raises(ValueError, match="was saved with shuffle None, this run has sliding"):
+        loader.check({name: value for name, value in state.items() if name != "shuffle"})
     loader.close()
     others = {
         "sources": Loader(config_of(sources[:1]), TOKENIZER),

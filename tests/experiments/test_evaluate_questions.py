@@ -17,7 +17,9 @@ ROWS = [
 
 
 class ScriptedClient(Scripted):
-    """Scripted model with a context of 4,096 tokens."""
+    """Scripted model with a context of `length` tokens."""
+
+    length: int
 
     async def __aenter__(self):
         return self
@@ -26,20 +28,23 @@ class ScriptedClient(Scripted):
         pass
 
     async def context_length(self):
-        return 4096
+        return self.length
 
 
 def answer(messages):
     return "\\boxed{2}" if "1+1" in messages[-1]["content"] else "\\boxed{B}"
 
 
-def prepare(tmp_path, replies, rows=ROWS, **fields):
+def prepare(tmp_path, replies, rows=ROWS, temperature=0.5, length=4096, **fields):
     """Returns an evaluation in tmp_path/out and its scripted client."""
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    endpoint = evaluate.EndpointConfig(base_url="http://127.0.0.1:9", temperature=0.5)
-    config = evaluate.QuestionsConfig(file=str(file), endpoint=endpoint, **fields)
+    config = evaluate.QuestionsConfig(file=str(file), **fields)
+    changes = dict(base_url="http://127.0.0.1:9", temperature=temperature)
+    endpoint = dataclasses.replace(config.endpoint, **changes)
+    config = dataclasses.replace(config, endpoint=endpoint)
     client = ScriptedClient(replies)
+    client.length = length
     evaluation = evaluate.make_questions(config, tmp_path / "out")
     return dataclasses.replace(evaluation, connect=lambda: client), client
 
@@ -61,6 +66,16 @@ def test_writes_rewards_and_replies_of_all_attempts(tmp_path, capsys):
     evaluate.show_questions(evaluation)
     shown = capsys.readouterr().out
     assert "math" in shown and "1.000" in shown and "0.500" in shown
+
+
+def test_default_sampling_is_that_of_paper(tmp_path):
+    """GLM-5 6.1: temperature 1, top_p 0.95, 131,072 new tokens."""
+    temperature = evaluate.QuestionsConfig().endpoint.temperature
+    evaluation, client = prepare(tmp_path, answer, temperature=temperature, length=202_752)
+    asyncio.run(evaluation.run())
+    wanted = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 131_072}
+    for _, fields in client.requests:
+        assert {name: fields[name] for name in wanted} == wanted
 
 
 def test_repeats_only_attempts_without_reward(tmp_path):

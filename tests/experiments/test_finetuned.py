@@ -37,7 +37,8 @@ def test_arms_and_seeds_share_base_models(module, size):
 def test_arm_is_lifecycle_with_another_sft():
     base = lifecycle.get_config("tiny")
     names = [field.name for field in dataclasses.fields(base)]
-    before = [getattr(base, name).name for name in names[: names.index("sft")]]
+    stages = [getattr(base, name) for name in names[: names.index("sft")]]
+    before = [stage.name for stage in stages if stage is not None]
     arm = thinking.get_config("tiny")["preserved"]
     assert [stage.name for stage in arm.stages[:-1]] == before and arm.num_fixed == len(before)
 

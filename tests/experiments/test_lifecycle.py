@@ -4,15 +4,16 @@ import dataclasses
 import itertools
 import re
 
+import numpy as np
 import pytest
 
-from experiments import dsa_warmup, lifecycle, midtrain
+from experiments import dsa_warmup, lifecycle, midtrain, pretrain
 from glm5_jax.checkpoint.models import check_arithmetic
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten, matches_any
 from glm5_jax.training.optimizer import groups_of
 from glm5_jax.training.pretraining import ExperimentConfig
-from glm5_jax.training.schedule import make_schedule
+from glm5_jax.training.schedule import make_schedule, num_tokens, value_at
 
 SIZES = ("tiny", "small", "glm5")
 MID = ("midtrain_32k", "midtrain_128k", "midtrain_200k")
@@ -34,6 +35,8 @@ def stages(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_texts_grow_and_last_stages_are_sparse(size):
     configs = stages(size)
+    assert ("pretrain_code" in configs) == (size == "glm5")
+    configs.pop("pretrain_code", None)
     assert list(configs) == ["pretrain", *MID, "dsa_warmup", "dsa_sparse", "sft"]
     lengths = [config.data.sequence_length for config in configs.values()]
     assert lengths == sorted(lengths)
@@ -92,7 +95,7 @@ def test_tiny_lifecycle_has_time_budget(variant, max_minutes):
 def test_only_first_long_stage_takes_other_rotary_base(stage):
     base, later = (stages("glm5")[name] for name in ("pretrain", stage))
     message = (
-        "pretrain:glm5 is of a model with rope_parameters.rope_theta 10000.0 (here 1000000.0); set "
+        "pretrain:glm5,general is of a model with rope_parameters.rope_theta 10000.0 (here 1000000.0); set "
         "--experiment.model.rope_parameters.rope_theta=10000.0, or, if that is meant to change, "
         "--experiment.may_differ=\"('rope_parameters.rope_theta',)\""
     )
@@ -112,6 +115,33 @@ def test_mid_training_rate_falls_continuously(size):
     # 1T, 500B and 50B tokens
     first, second, third = (begin - end for begin, end in ends)
     assert first / second == pytest.approx(2) and second / third == pytest.approx(10, rel=1e-3)
+
+
+def test_phases_of_pretraining_match_paper():
+    """18T tokens of a general corpus, then 9T of code and reasoning, on one curve of the learning rate."""
+    general, code = (stages("glm5")[name] for name in ("pretrain", "pretrain_code"))
+    tokens = num_tokens(general.batch, general.steps), num_tokens(code.batch, code.steps)
+    assert tokens == (pytest.approx(18e12, rel=1e-5), pytest.approx(9e12, rel=1e-5))
+    full = pretrain.get_config("glm5")
+    assert general.steps + code.steps == full.steps
+    rate, first, second = (make_schedule(c.schedule) for c in (full, general, code))
+    for step in (0, 2000, general.steps - 1):
+        assert first(step) == rate(step)
+    for step in (0, 1000, code.steps - 1):
+        assert second(step) == rate(general.steps + step)
+    # The second phase continues with what holds after 15T tokens (GLM-4.5 2.4).
+    assert value_at(code.step.bias_update_rate, 0.0) == 0
+    assert value_at(code.step.mtp_weight, 0.0) == np.float32(0.1)
+    assert code.requires_checkpoint and code.requires_data and not general.requires_checkpoint
+    assert code.batch.start == code.batch.end == general.batch.end
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_phases_divide_run_of_each_size(size):
+    full = pretrain.get_config(size)
+    general, code = (pretrain.get_config(f"{size},{phase}") for phase in pretrain.PHASES[1:])
+    assert general.steps + code.steps == full.steps
+    assert code.schedule.first_step == general.steps
 
 
 def test_rates_tokens_and_steps_match_paper():
@@ -168,3 +198,12 @@ def test_lists_stages_for_unknown_stage():
         ValueError, match="unknown variant 'tiny,64k'; did you mean tiny,32k. There are tiny,32k or"
     ):
         midtrain.get_config("tiny,64k")
+
+
+def test_rows_are_balanced_where_context_is_divided():
+    """GLM-5 2.4.1. A rank of the warm-up has one row, so that no order is better than another."""
+    for name, config in stages("glm5").items():
+        divides_context = config.mesh.context > 1
+        ranks = config.mesh.fsdp * config.mesh.expert
+        has_several_rows = config.batch.end > ranks * config.data.sequence_length
+        assert config.step.balance_rows == (divides_context and has_several_rows), name

@@ -11,7 +11,9 @@ from glm5_jax.agents.context import ContextConfig
 from glm5_jax.envs.reasoning.task_file import TaskFile
 from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.envs.terminal import AttemptConfig, BashConfig, service as terminal_service
+from glm5_jax.envs.terminal.registry import HarborShare
 from glm5_jax.envs.terminal.service import TerminalShare
+from glm5_jax.envs.verifiers.service import VerifiersShare
 from glm5_jax.rl.orchestrator.task_service import ServiceConfig
 from glm5_jax.rl.programs import servers
 from glm5_jax.rl.programs.cluster import ClusterConfig
@@ -105,7 +107,11 @@ def test_flags_restore_same_config(tmp_path):
     terminals = TerminalShare(
         folder="tasks", weight=0.5, images={"python:3.12": "host"}, bash=BashConfig(timeout_s=9.0)
     )
-    tasks = (TaskWeight(TaskConfig(kind="chain", size=30), 2.0), terminals)
+    others = (
+        HarborShare(harbor="numbers@1.0", registry="registry.json"),
+        VerifiersShare(verifiers="sums", config={"agent": {"harness": {"id": "null"}}}),
+    )
+    tasks = (TaskWeight(TaskConfig(kind="chain", size=30), 2.0), terminals, *others)
     config = tiny(tasks=tasks, seed=3, max_staleness=1, program=ProgramConfig())
     words = config.programs()
     parsed = command_line.parse(["run", *words, f"--workdir={tmp_path}"])
@@ -115,6 +121,10 @@ def test_flags_restore_same_config(tmp_path):
     flags = ["run", f"--experiment={FILE}:tiny", "--experiment.tasks=({'folder': 'tasks'},)"]
     [share] = command_line.parse(flags).config.tasks
     assert dataclasses.asdict(share) == dataclasses.asdict(TerminalShare(folder="tasks"))
+    assert [type(share).__name__ for share in parsed.config.tasks[2:]] == [
+        "HarborShare",
+        "VerifiersShare",
+    ]
 
 
 @needs_root

@@ -281,7 +281,11 @@ def test_distillation_task_has_teacher_of_its_stage(tmp_path):
             lambda: general(tasks=(GeneralTaskWeight(kind="prompts", file="safety"),)).make_stage(
                 "/nowhere"
             ),
-            "give the field judge a URL",
+            r"tasks \['prompts.safety'\] are judged by models, .* give --experiment.judge=URL or",
+        ),
+        (
+            lambda: rl_general.check(rl_general.get_config("glm5")),
+            r"tasks \['prompts.safety', 'prompts.creativity'\] are judged by models, .* give --experiment.judge=URL or",
         ),
         (
             lambda: dataclasses.replace(

@@ -1,5 +1,6 @@
 """Tests an engine of several processes with runners of this process: commands, their connection, and their results."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -213,3 +214,53 @@ def test_rejects_connection_without_key():
         with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect within 0.2 s"):
             sender.accept(0.2)
         assert other.recv(1) == b""
+
+
+def test_strangers_do_not_hold_up_processes():
+    """Connections that send nothing, or one byte of a wrong key, are closed once all processes are there."""
+    sender = CommandSender("localhost", 3, lambda number: None)
+    strangers = [socket.create_connection(sender.rendezvous[:2]) for _ in range(20)]
+    for stranger in strangers[::2]:
+        stranger.sendall(b"0")
+    receivers: list[CommandReceiver] = []
+
+    def connect() -> None:
+        receivers.extend(CommandReceiver(sender.rendezvous, number) for number in (1, 2))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    sender.accept(5)
+    thread.join()
+
+    for stranger in strangers:
+        with contextlib.suppress(ConnectionResetError):  # closed with a byte that nobody read
+            assert stranger.recv(1) == b""
+        stranger.close()
+    sender.close()
+    for receiver in receivers:
+        receiver.close()
+
+
+@pytest.mark.parametrize("number", [0, 2, 2**32 - 1])
+def test_rejects_number_of_no_process(number):
+    sender = CommandSender("localhost", 2, lambda number: None)
+    other = CommandReceiver(sender.rendezvous, number)
+    with pytest.raises(TimeoutError, match=r"processes \[1\] did not connect"):
+        sender.accept(0.2)
+    other.close()
+
+
+def test_follower_pulls_from_hosts_of_its_run_only(connection):
+    sender, receiver, *_ = connection
+    server = FollowerServer(Follower(light_model(), OPTIONS, receiver), ListenConfig(port=0))
+    body = {"push": "a", "sources": ["http://169.254.169.254"], "peers": [[]]}
+    with server.running() as url:
+        request = urllib.request.Request(
+            f"{url}/weights/pull",
+            json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError, match="400") as caught:
+            urllib.request.urlopen(request)
+        assert "pull_hosts" in json.load(caught.value)["error"]["message"]
+        sender.stop()

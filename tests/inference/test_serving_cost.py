@@ -26,7 +26,7 @@ from tests.mesh import cases
 CFG = cases.config()  # three layers, the last one without an indexer; 11 keys are selected
 GLM5 = presets.glm5()
 DENSE, DSA = Serving(attention="dense"), Serving(attention="sparse", sharing=4)
-W4A8 = Serving(attention="sparse", quantised=True, index_cache="fp8", latent_cache="fp8")
+W4A8 = Serving(attention="sparse", weights="w4a8", index_cache="fp8", latent_cache="fp8")
 ROWS, LENGTH, SLOTS = 4, 16, 8
 
 # The function of the forward that computes each component, and the modules that call it.
@@ -132,7 +132,9 @@ def test_prefill_flops_equal_those_of_forward(attention, quantised, count_by_sco
     counts = count_by_scope(
         lambda p, x: glm5.forward(p, x, plain, execution=execution).logits, params, tokens
     )
-    costs = serving_cost.prefill(cfg, Serving(attention=attention, quantised=quantised), LENGTH)
+    costs = serving_cost.prefill(
+        cfg, Serving(attention=attention, weights="w4a8" if quantised else None), LENGTH
+    )
     triangle, waste = LENGTH * (LENGTH + 1) // 2, 0
     if attention == "sparse":
         # Queries with fewer visible keys still gather index_topk of them, and values are multiplied with complete rows.
@@ -164,7 +166,7 @@ def test_decode_flops_equal_those_of_forward(attention, quantised, count_by_scop
 
     counts = count_by_scope(step, params, int32((ROWS, 1)), cache)
     costs = serving_cost.decode(
-        cfg, Serving(attention=attention, quantised=quantised), LENGTH, ROWS
+        cfg, Serving(attention=attention, weights="w4a8" if quantised else None), LENGTH, ROWS
     )
     keys = ROWS * (cfg.index_topk if attention == "sparse" else LENGTH)
     n, r = cfg.num_attention_heads, cfg.qk_rope_head_dim
@@ -199,7 +201,7 @@ def test_tied_head_costs_same():
 def test_step_reads_weights_once_and_reached_experts():
     for serving in (DSA, W4A8):
         params = glm5.abstract_params(GLM5, jnp.bfloat16)
-        if serving.quantised:
+        if serving.weights:
             params = jax.eval_shape(lambda tree: table.quantise(tree, GLM5)[0], params)
         stored = {
             path: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(w))
@@ -227,6 +229,19 @@ def test_quantised_weights_multiply_in_8_bits():
     assert int8["experts"] == 2 * 8192 * 75 * 9 * 3 * 6144 * 2048
     assert int8["head"] == int8["attention"] == 0
     assert {cost.dtype for cost in costs["scores"]} == {"float8"}
+
+
+def test_fp8_weights_are_one_byte_each():
+    """All products of GLM-5's layers are in FP8, except those of the parts of kv_b."""
+    costs = serving_cost.weight_costs(GLM5, Serving(weights="fp8"), 1, drawn=1, indexed=True)
+    fp8 = [cost for component in costs.values() for cost in component if cost.dtype == "float8"]
+    plain = [cost for component in costs.values() for cost in component if cost not in fp8]
+    latents = 78 * 512 * 64 * (192 + 256)
+    assert sum(cost.flops for cost in plain if cost in costs["projections"]) == 2 * latents
+    experts = [cost for cost in costs["experts"] if cost in fp8]
+    scale_bytes = 4 / 128**2
+    num_weights = 75 * 3 * 6144 * 2048 * 9  # those of eight experts and of the shared one
+    assert sum(cost.bytes for cost in experts) == pytest.approx(num_weights * (1 + scale_bytes))
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "fp8"])
@@ -428,6 +443,7 @@ def test_rejects_invalid_arguments():
     for message, call in {
         "attention is 'local'; use 'dense' or 'sparse'": lambda: Serving(attention="local"),
         "index_cache is 'int4'; use int8, fp8 or None": lambda: Serving(index_cache="int4"),
+        "weights is 'int3'; use w4a8, fp8 or None": lambda: Serving(weights="int3"),
         "sharing is 0": lambda: Serving(sharing=0),
         "length is 0; it must be positive": lambda: prefill(GLM5, DSA, 0),
         "prompts is 0; it must be positive": lambda: prefill(GLM5, DSA, 4096, 0),

@@ -106,13 +106,13 @@ def test_run_trains_reports_and_resumes_on_another_mesh(tmp_path, capsys):
     sinks = {"train.sinks": (f"{ReportWatcher.__module__}:ReportWatcher",)}
     assert run.main(command(tmp_path, **mesh, **sinks)) == 0
     reported = set(map(int, (tmp_path / "reported").read_text().split()))
-    assert reported == set(range(5, 13))  # since the checkpoint of step 4
+    assert reported == set(range(1, 13))  # since the evaluation before the first step
     out, err = capsys.readouterr()
     rows = metrics_log.read(tmp_path)
     steps, loss = metrics_log.column(rows, "loss/ce")
     assert steps == list(range(1, 13))
     assert loss[-1] < loss[0] - 0.2
-    assert metrics_log.column(rows, "held_out/bits_per_byte")[0] == [4, 8, 12]
+    assert metrics_log.column(rows, "held_out/bits_per_byte")[0] == [0, 4, 8, 12]
     assert metrics_log.column(rows, "tokens")[1][-1] == 12 * 256
     assert len(rows[-2]["router/load_imbalance"]) == 2  # one layer with experts, and the MTP block
     for name in ("unigram", "bigram"):

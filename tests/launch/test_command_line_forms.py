@@ -1,11 +1,14 @@
 """The command line in both forms, and wrong names, which are answered from source without jax."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 from absl import flags
 
+from glm5_jax import presets
+from glm5_jax.config import LoraConfig
 from launch import command_line, run_plan
 from launch.command_line import check_source, expand
 from tests.contracts.source_tree import ROOT
@@ -53,6 +56,42 @@ def test_keeps_flags_of_launcher():
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--checkpoint=x"], True),
+        (["--checkpoint", "x", "--model.lora.rank=4", "--model.int4_group=None"], True),
+        (["--checkpoint=x", "--model.hidden_size=64"], False),
+        (["--checkpoint=x", "--model_of_checkpoint=False"], False),
+        (["--checkpoint=None"], False),
+        ([], False),
+    ],
+)
+def test_trains_model_of_checkpoint_unless_command_names_model(words, expected):
+    for experiment in ("sft:tiny,mixed", "dsa_sparse:tiny", "rl_reasoning:flash"):
+        config = command_line.parse(["run", experiment, *words]).config
+        assert config.model_of_checkpoint == expected, experiment
+
+
+def test_stages_change_their_fields_of_model_of_checkpoint():
+    user = dataclasses.replace(presets.small(), attention="dense")
+    for experiment, changes in (
+        ("pretrain:tiny", {}),
+        ("midtrain:tiny,32k", {"rope_theta": 1e6}),
+        ("dsa_sparse:tiny", {"rope_theta": 1e6, "attention": "sparse"}),
+        ("sft:tiny,mixed", {"int4_group": 32}),
+        ("sft:flash,mixed", {"lora": LoraConfig(rank=16)}),
+        ("rl_reasoning:tiny", {}),
+    ):
+        config = command_line.parse(["run", experiment]).config
+        rope = dataclasses.replace(
+            user.rope_parameters,
+            rope_theta=changes.pop("rope_theta", user.rope_parameters.rope_theta),
+        )
+        expected = dataclasses.replace(user, rope_parameters=rope, **changes)
+        assert config.change_model(user) == expected, experiment
+
+
 def test_reads_both_forms_alike():
     short = command_line.parse(["run", "pretrain:tiny", "--train.steps", "50", "--seed=7"])
     long = command_line.parse([*LONG, "--experiment.seed=7"])
@@ -73,7 +112,7 @@ def test_reads_both_forms_alike():
         (["experiments/pretrian.py:tiny"], "did you mean pretrain?"),
         (
             ["pretrain:tinyy"],
-            "unknown variant 'tinyy'; did you mean tiny? There are tiny, small, glm5",
+            "unknown variant 'tinyy'; did you mean tiny? There are tiny or tiny,general or",
         ),
         (["sft:tiny"], "unknown variant 'tiny'; did you mean tiny,mixed?"),
         (["lifecycle:tiny,eech"], "did you mean tiny,each?"),

@@ -13,6 +13,7 @@ from launch import command_line, compile as pod, pods
 from launch.aot import program_report
 from launch.aot.program_report import SHAPES
 from launch.aot.programs import saved_activation_bytes
+from launch.rehearsal import arithmetic
 
 # Few layers, no Newton-Schulz and no MTP, which take most of the time to trace.
 SMALL_POD = [
@@ -45,6 +46,28 @@ def test_describes_step_from_shapes(report):
     assert "train step on 8 devices of no topology, fsdp 4, expert 2" in out
     assert "8 rows of 128 tokens, 128 tokens per device" in out
     assert "saved activations" in out and "temporaries" not in out
+
+
+def test_prints_cost_of_push_like_rehearsal(monkeypatch, capsys):
+    """The compiler of the pod is not needed for it."""
+    target = pods.parse("v5p:8x8x16")
+    report = SimpleNamespace(fits=True)
+    monkeypatch.setattr(pod, "make_target_mesh", lambda *args: (abstract_mesh(MESH), target))
+    monkeypatch.setattr(pod, "lower_programs", lambda *args: [SimpleNamespace(name="train step")])
+    monkeypatch.setattr(pod, "report_of", lambda *args: (report, None))
+    monkeypatch.setattr(pod, "describe", lambda report: "described")
+    argv = ["compile", "--experiment=experiments/rl_agentic.py:glm5"]
+    argv += ["--experiment.model.num_hidden_layers=4", "--topology=v5p:8x8x16"]
+    assert pod.main(argv) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    cluster = arithmetic.Cluster("slurm", "v5p", None)
+    note = next(arithmetic.check_push(command_line.parse(argv[:3]).config, cluster))
+    assert line == f"push: {note.text}"
+    assert "GB for each of 64 engines: a trainer's host sends" in line
+    assert "s while engines sample" in line
+    assert pod.main([*argv, "--experiment.engine.quantization=fp8"]) == 0
+    num_gb = [int(text.split()[1]) for text in (line, capsys.readouterr().out.splitlines()[-1])]
+    assert 0.5 < num_gb[1] / num_gb[0] < 0.6  # a byte a weight, and two of those that stay plain
 
 
 @pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v5p:2x2x2"])

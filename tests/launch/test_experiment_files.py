@@ -69,10 +69,10 @@ def test_describes_variants_and_fields():
     config = command_line.load(spec)[1]
     text = experiment_help.describe(*find(spec), config)
     assert text.startswith("Pre-trains on plain text")
-    assert "Variants: tiny (default), small, glm5" in text
+    assert "Variants: tiny (default), tiny,general, tiny,code, small," in text
     for field in leaves(tree_of(to_mutable(config))):
         assert f"\n--{field}=" in text, field
-    assert "--train.steps=None\n    int | None; last step of the run; None: total_steps" in text
+    assert "--train.steps=None\n    int | None; last step of the run; None: the last one" in text
     assert (
         "--data.sources=({'kind': 'shakespeare'}, {'kind': 'stdlib'})\n    tuple[SourceConfig"
         in text

@@ -141,6 +141,7 @@ def test_escapes_kubernetes_variables_in_command():
 
 
 SERVE = f"--experiment={ROOT}/experiments/serve.py:glm5"
+TRUSTED = "--experiment.server.trusted_network=True"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_serving_layout_starts_on_its_hosts(accelerator, topology, hosts, device
     """The layouts of experiments/README.md. A lost process ends the others, and all restart in place."""
     shape = {"hosts": hosts, "devices": devices, "topology": topology}
     flags = [f"--experiment.{name}={value}" for name, value in shape.items()]
-    argv = ["gke", SERVE, *POD[:2], POD[3], f"--accelerator={accelerator}", *flags]
+    argv = ["gke", SERVE, TRUSTED, *POD[:2], POD[3], f"--accelerator={accelerator}", *flags]
     plan, job_set = gke.generate(argv, gke.define())
     assert [(role.name, role.hosts, role.devices) for role in plan.roles] == [
         ("serve", hosts, devices)
@@ -269,6 +270,23 @@ def test_yaml_survives_round_trip():
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "scheduler"),
+    [(slurm, ["--devices_per_node=4", "--chip=v5p"], "Slurm"), (gke, POD[:3], "Kubernetes")],
+)
+def test_refuses_server_that_everybody_reaches(program, flags, scheduler, capsys):
+    """Before anything is submitted, not when the server starts."""
+    argv = [program.__name__, SERVE, "--experiment.checkpoint=/glm5", "--workdir=/run", *flags]
+    assert program.main(argv) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1 and f"under {scheduler} the server listens on every network" in error
+    )
+    assert "give --experiment.server.api_key_file=FILE on a file system" in error
+    for fix in (TRUSTED, "--experiment.server.api_key_file=/data/key"):
+        assert program.main([*argv, fix]) == 0
 
 
 @pytest.mark.parametrize(

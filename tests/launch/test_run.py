@@ -41,7 +41,7 @@ def error_of(capsys, workdir, *argv) -> str:
         ),
         (["--experiment=README.md:tiny"], "README.md is not the name or the file of an experiment"),
         ([f"--experiment={ROOT}/launch/run.py"], "has no get_config(variant)"),
-        ([TINY + "y"], "'tinyy'; did you mean tiny? There are tiny, small, glm5"),
+        ([TINY + "y"], "'tinyy'; did you mean tiny? There are tiny or tiny,general or"),
         ([TINY, "--workdri=x"], "--workdri: no field 'workdri'; did you mean --workdir?"),
         ([TINY, "train"], "unexpected argument 'train'"),
         ([TINY, "--distributed=host,2,2"], "use auto or HOST:PORT,N,I with 0 <= I < N"),
@@ -97,7 +97,8 @@ def error_of(capsys, workdir, *argv) -> str:
             "is not a checkpoint; give a run's workdir",
         ),
         (
-            [TINY, f"--experiment.checkpoint={ROOT}/tests/goldens/hf_tiny_a"],
+            [TINY, f"--experiment.checkpoint={ROOT}/tests/goldens/hf_tiny_a"]
+            + ["--experiment.model.hidden_size=128"],
             "hf_tiny_a is of another model, with hidden_size 64 (here 128)",
         ),
         (
@@ -198,8 +199,8 @@ def test_plans_folder_and_flags_of_every_stage(tmp_path):
     config = command_line.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
     stages = {s.folder.name: s.config for s in plan_stages(config, tmp_path)}
     fields = [field.name for field in dataclasses.fields(config)]
-    each = ("distill_reasoning", "distill_agentic")
-    assert list(stages) == [name for name in fields if name not in each]
+    absent = ("pretrain_code", "distill_reasoning", "distill_agentic")
+    assert list(stages) == [name for name in fields if name not in absent]
     assert [name for name, stage in stages.items() if stage.steps == 9] == ["dsa_warmup"]
 
 
@@ -269,7 +270,8 @@ def test_prints_help_with_all_experiments(capsys):
     assert run.main(["run", "--help"]) == 0
     out = capsys.readouterr().out
     assert "--experiment.FIELD=VALUE" in out
-    assert "pretrain:tiny  (also small, glm5)\n    Pre-trains on plain text" in out
+    assert "reward_model:tiny  (also small)\n    Trains" in out
+    assert "lifecycle:tiny  (also tiny,each or small or" in out
     assert "muon_split:tiny  (also small)" in out
 
 

@@ -78,16 +78,6 @@ def test_draws_band_in_colour_of_its_line():
     assert re.findall(r"fill: var\(--series-(\d)\)[^\"]*fill-opacity: 0.18", svg) == ["2"]
 
 
-def test_heat_map_has_row_per_layer():
-    svg = charts.heat_map(
-        np.arange(6.0).reshape(3, 2), [10, 20], y_label="load", rows=["a", "b", "c"], low=0, high=5
-    )
-    ElementTree.fromstring(svg)
-    for word in ("load", "a", "b", "c"):
-        assert f">{word}</text>" in svg
-    charts.heat_map(np.ones((1, 1)), [5], rows=["a"], low=0, high=1)  # a single column
-
-
 def test_shortens_numbers():
     values = {12000: "12K", 2.5e6: "2.5M", 0.00025: "2.5e-4", 0: "0", -1.5: "-1.5", 200: "200"}
     assert {value: charts.short_number(value) for value in values} == values

@@ -94,3 +94,21 @@ def test_boxes_of_sharding_divide_array_and_place_it(axes, spec):
     assert sum(map(boxes.size_of, divided)) == array.size
     assert divided.keys() == boxes.local_boxes(sharding, array.shape).keys()
     np.testing.assert_array_equal(fingerprint(placed), fingerprint(array))
+
+
+@pytest.mark.parametrize("max_numbers", [7, 16, 1000])
+def test_places_array_in_bounded_parts(monkeypatch, max_numbers):
+    monkeypatch.setattr(boxes, "MAX_PLACED", max_numbers)
+    array = np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)
+    sizes = []
+
+    def read(ranges):
+        part = array[tuple(ranges)]
+        sizes.append(part.size)
+        return part
+
+    sharding = NamedSharding(make_mesh(data=2, fsdp=4), P(None, None, "fsdp"))
+    placed = boxes.place(array.shape, read, sharding)
+    np.testing.assert_array_equal(placed, array)
+    assert placed.sharding == sharding
+    assert sum(sizes) == array.size and max(sizes) <= max_numbers  # once for two devices

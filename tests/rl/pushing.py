@@ -101,7 +101,7 @@ def serving(cfg=CFG, port=0, version=0, kind=Server, engine=None, clock=time.mon
     """
     engine = engine or make_engine(cfg, version=version)
     config = ServerConfig(port=port, model="tiny", **config)
-    weights = params(0, cfg) if cfg == DENSE else params(0)
+    weights = params(0) if cfg.hidden_size == CFG.hidden_size else params(0, cfg)
     loader = models.make_weight_loader(glm5.Glm5(cfg, params=weights))
     server = kind(engine, TOKENIZER, config, loader, clock)
     with server.running() as url:

@@ -74,3 +74,22 @@ def test_orchestrator_makes_trainer_begin_again(clock):
             Client(url).open("/groups/take", body)
         assert raised.value.status == NO_TRAINER
         assert client.take(0, 0.0) is None
+
+
+def test_replaces_lease_of_gateway_from_hours_ahead(clock, engine):
+    """The clock is set back by hours, and of the journals only the gateway's is left."""
+    with gateway(engine) as gateway_url:
+        client = Client(gateway_url)
+        clock(3 * 3600)
+        old = int(1e3 * time.time())
+        body = json.dumps({"lease": old, "version": 0}).encode()
+        with client.open("/weights", body) as answer:
+            assert json.load(answer)["lease"] == old
+        clock(0)
+        with Orchestrator(orchestrator_config(gateway_url)).running() as url:
+            trainer = OrchestratorClient(url, patience_s=1.0)
+            trainer.begin(0, 0)
+            with client.open("/server_info") as answer:
+                required = json.load(answer)["weights"]
+            assert required["lease"] == old + 1
+            assert trainer.take(0, 0.0) is None  # the trainer has the same lease

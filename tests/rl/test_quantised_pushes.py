@@ -9,9 +9,20 @@ from glm5_jax.inference.quantize.recipe import QuantizationRecipe, WeightConvert
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten, map_with_path
+from glm5_jax.rl.programs.trainer import converter_of
 from glm5_jax.rl.weights.pusher import PushFailed
+from glm5_jax.rl.weights.reshard import ReshardPusher
 from glm5_jax.rl.weights.weight_sync import NetworkPusher
-from tests.rl.pushing import NARROW, OPTIONS, SMALL, TOKENIZER, bits, params, serving
+from tests.rl.pushing import (
+    NARROW,
+    OPTIONS,
+    SMALL,
+    TOKENIZER,
+    bits,
+    make_engine,
+    params,
+    serving,
+)
 
 GROUP = 32
 
@@ -60,3 +71,27 @@ def test_rotated_and_quantised_engines_take_pushes():
             NetworkPusher(converter.cfg, urls, SMALL).push(params(1), 2)
         assert raised.value.is_refused
         assert first.bits == second.bits == expected
+
+
+@pytest.mark.slow
+def test_fp8_engines_take_pushes():
+    """Quantised by the trainer, or plain and quantised by the engine: the bits are equal."""
+
+    def engine(weights):
+        return make_engine(NARROW, weights, quantization="fp8")
+
+    expected = bits(engine(params(1)))
+    converter = converter_of(None, NARROW, quantization="fp8")
+    assert converter is not None
+    with (
+        serving(converter.cfg, engine=engine(params(0))) as first,
+        serving(converter.cfg, engine=engine(params(0))) as second,
+    ):
+        assert first.bits != expected
+        pushed = NetworkPusher(NARROW, [first.url], SMALL, converter).push(params(1), 1)
+        plain = NetworkPusher(NARROW, [second.url], SMALL).push(params(1), 1)
+        assert first.bits == second.bits == expected
+        assert pushed.sent_bytes < 0.75 * plain.sent_bytes
+    local = engine(params(0))
+    ReshardPusher([local]).push(params(1), 1)
+    assert bits(local) == expected

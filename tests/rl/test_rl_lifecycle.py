@@ -69,7 +69,11 @@ def lifecycle_config():
 def timeless_rows(folder):
     """Returns the metrics of a run, without speeds and durations."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(("speed/", "seconds/"))}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("speed/", "seconds/", "system/"))
+        }
         for row in read(folder)
     ]
 

@@ -180,6 +180,14 @@ def test_names_trainer_that_does_not_answer(served_engine):
     assert served_engine.request("/weights")[1]["receiving"] is None
 
 
+def test_pulls_from_hosts_of_its_run_only(served_engine):
+    message = pull_message("http://169.254.169.254")
+    status, response = served_engine.request("/weights/pull", message)
+    assert status == 400 and response["error"]["param"] == "sources"
+    assert "pulls no weights from '169.254.169.254'" in response["error"]["message"]
+    assert served_engine.request("/weights")[1]["receiving"] is None
+
+
 def test_pulls_from_trainer_what_other_engine_does_not_pass_on(served_engine):
     """The other engine should pull, and ends before it does."""
     size = sum(x.nbytes for x in jax.tree.leaves(params()))

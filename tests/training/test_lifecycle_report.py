@@ -58,7 +58,7 @@ def test_page_lists_and_links_stages(stages):
     for part in ("<td>pretrain</td>", "2.500 → 2.250", "8.000 → 1.000", "sparse"):
         assert part in rows[2], part
     assert "<warm>" not in page
-    assert page.count("<svg") == 3
+    assert page.count('<figure class="plot"') == 3
 
 
 def test_page_shows_rewards_and_skills(stages):
@@ -78,7 +78,7 @@ def test_page_shows_rewards_and_skills(stages):
     skills = {"rewards": matrix, "samples": samples}
     (workdir / lifecycle_report.SKILLS).write_text(json.dumps(skills))
     page = lifecycle_report.write_page(workdir, [*folders, rl]).read_text()
-    assert "0.250 → 0.750" in page and page.count("<svg") == 4
+    assert "0.250 → 0.750" in page and page.count('<figure class="plot"') == 4
     assert "<tr><td>skill</td><td>sft</td><td>rl</td></tr>" in page
     assert "<tr><td>sums</td><td>0.500</td><td>0.875</td></tr>" in page and "a &lt;b&gt;" in page
     assert "sums: 1+1?" in page and "<td>sft</td><td>&lt;think&gt;two&lt;/think&gt;2</td>" in page
@@ -95,7 +95,7 @@ def test_page_shows_stage_without_steps(stages):
 def test_chart_concatenates_stages_by_tokens(stages, monkeypatch):
     charts = []
     monkeypatch.setattr(
-        lifecycle_report.charts, "line_chart", lambda series, **_: charts.append(series) or ""
+        lifecycle_report.plots, "line_plot", lambda series, title, **_: charts.append(series) or ""
     )
     lifecycle_report.write_page(*stages)
     held_out = dict((name, (x, y)) for name, x, y in charts[1])

@@ -2,20 +2,23 @@
 
 import dataclasses
 import json
+import re
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
 from glm5_jax import presets
 from glm5_jax.metrics.metrics_log import MetricsLog
-from glm5_jax.training import report
+from glm5_jax.training import provenance, report
 
 UNSAFE = '<script>alert("x")</script> & ROMEO:'
 
 
 @pytest.fixture
 def workdir(tmp_path):
-    with MetricsLog(tmp_path) as log:
+    workdir = tmp_path / "runs" / "run"
+    with MetricsLog(workdir) as log:
         log.write({"step": 0, "baseline/unigram": 3.4, "baseline/bigram": 2.5})
         for step in range(1, 41):
             log.write(
@@ -33,16 +36,19 @@ def workdir(tmp_path):
                     "speed/tokens_per_second": 100.0 + step,
                     "speed/mfu": 0.3,
                     "tokens": step * 512,
+                    "system/elapsed_s": 90.0 + step % 21,
+                    "system/peak_host_bytes": step * 2**28,
                 }
             )
-        log.write({"step": 20, report.HELD_OUT: 2.4})
-        log.write({"step": 40, report.HELD_OUT: 1.9})
-    (tmp_path / "samples").mkdir()
+        for step, value in ((0, 9.5), (20, 2.4), (40, 1.9)):
+            sources = {f"held_out/{x}/bits_per_byte": value + i for i, x in enumerate("ab")}
+            log.write({"step": step, report.HELD_OUT: value, **sources})
+    (workdir / "samples").mkdir()
     for step in (20, 100, 40):
-        (tmp_path / "samples" / f"{step}.txt").write_text(f"{UNSAFE} {step}")
+        (workdir / "samples" / f"{step}.txt").write_text(f"{UNSAFE} {step}")
     config = {"name": "a <name>", "model": dataclasses.asdict(presets.tiny())}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    (workdir / "config.json").write_text(json.dumps(config))
+    return workdir
 
 
 def test_summary_shows_final_values(workdir):
@@ -76,21 +82,28 @@ def test_reports_number_of_baseline_tokens(workdir):
 
 
 class Checker(HTMLParser):
-    """Parser that collects tags and fails on anything that a browser would fetch or run."""
+    """Parser that collects text and plots, and fails on anything that a browser would fetch."""
 
     def __init__(self):
         super().__init__()
-        self.count, self.text = {}, []
+        self.text, self.plots, self.links, self._is_data = [], {}, [], False
 
     def handle_starttag(self, tag, attrs):
-        assert tag not in ("script", "link", "iframe")
+        assert tag not in ("link", "iframe", "img")
         for name, value in attrs:
-            if name in ("src", "href", "xlink:href"):
-                assert value.startswith(("#", "data:"))
-        self.count[tag] = self.count.get(tag, 0) + 1
+            assert name not in ("src", "xlink:href")
+            if name == "href":
+                assert value.startswith("../")
+                self.links.append(value)
+        self._is_data = ("type", "application/json") in attrs
 
     def handle_data(self, data):
-        self.text.append(data)
+        if self._is_data:
+            plot = json.loads(data)
+            self.plots[plot["title"]] = plot
+        else:
+            self.text.append(data)
+        self._is_data = False
 
 
 def test_page_is_self_contained_and_complete(workdir):
@@ -99,16 +112,9 @@ def test_page_is_self_contained_and_complete(workdir):
     page = Checker()
     page.feed(path.read_text())
     assert "n-gram baselines that count the training text" in path.read_text()
-    assert page.count["figure"] == 8
-    words = "".join(page.text)
-    for part in (
-        "a <name>",
-        "4 layers (3 with experts)",
-        "1.900",
-        "bigram baseline",
-        "30.0%",
-        f"{UNSAFE} 20",
+    assert set(page.plots) == {
         "Held-out bits per byte",
+        "Held-out bits per byte, by source",
         "Training loss, nats per token",
         "Learning rate",
         "Gradient norm",
@@ -116,23 +122,100 @@ def test_page_is_self_contained_and_complete(workdir):
         "Largest attention logit",
         "Tokens per second",
         "Auxiliary losses",
+    }
+    words = "".join(page.text)
+    for part in (
+        "a <name>",
+        "4 layers (3 with experts)",
+        "1.900",
+        "bigram baseline",
+        "30.0%",
+        "tokens per second (80%: 105 to 136)",
+        f"{UNSAFE} 20",
         "model.hidden_size",
-        "layer 0",
-        "mtp",
     ):
         assert part in words, part
     assert words.index("step 100") < words.index("step 40") < words.index("step 20")
-    assert "Starts" not in words
+    assert page.plots["Largest attention logit"]["rows"] == [f"layer {i}" for i in range(4)] + [
+        "mtp"
+    ]
 
 
-def test_page_lists_starts(workdir):
-    for step in ("0", "20"):
-        report.note_start(workdir, time=f"day {step}", command="run <a>", jax="1.2")
+def test_plots_held_out_text_by_source_from_step_0(workdir):
+    page = Checker()
+    page.feed(report.write_page(workdir).read_text())
+    (total,) = page.plots["Held-out bits per byte"]["series"]
+    assert (total["x"], total["y"]) == ([0, 20, 40], [9.5, 2.4, 1.9])
+    assert total["tokens"] == [0, 20 * 512, 40 * 512]
+    assert page.plots["Held-out bits per byte"]["levels"] == [["unigram", 3.4], ["bigram", 2.5]]
+    a, b = page.plots["Held-out bits per byte, by source"]["series"]
+    assert (a["name"], b["name"], b["y"]) == ("a", "b", [10.5, 3.4, 2.9])
+
+
+def test_compares_runs_on_same_held_out_data(tmp_path):
+    data = {"sources": ["a"]}
+    for name, fields in (
+        ("run", {"data": data}),
+        ("same", {"data": data}),
+        ("other data", {"data": {"sources": ["b"]}}),
+        ("broken", None),
+    ):
+        with MetricsLog(tmp_path / name) as log:
+            log.write({"step": 5, "tokens": 500, report.HELD_OUT: 2.0})
+        text = "{" if fields is None else json.dumps(fields)
+        (tmp_path / name / "config.json").write_text(text)
+    page = Checker()
+    page.feed(report.write_page(tmp_path / "run").read_text())
+    run, other = page.plots["Held-out bits per byte"]["series"]
+    assert (run["name"], other["name"], other["tokens"]) == ("this run", "same", [500])
+    assert other["faded"] and "faded" not in run
+
+
+def test_page_has_facts_of_run_and_links(workdir, monkeypatch):
+    model = presets.tiny()
+    monkeypatch.setattr(provenance.sys, "argv", ["run", "<a>"])
+    for step in (0, 20):
+        provenance.record_start(workdir, model, step)
     page = Checker()
     page.feed(report.write_page(workdir).read_text())
     words = " ".join(page.text)
-    assert words.index("Starts") < words.index("day 20") < words.index("day 0")
-    assert "run <a>" in words
+    for part in (
+        "run '<a>'",
+        "Python 3.",
+        "jax ",
+        f"{model.num_stored_parameters:,}",
+        "at step 20",
+        "3 min 39 s of training",  # 110 s before the resume, 109 s after
+        "10.00 GiB",
+    ):
+        assert part in words, part
+    assert page.links == [
+        f"../{x}"
+        for x in ("metrics.jsonl", "config.json", "starts.jsonl", "samples", "tensorboard")
+    ]
+    provenance.record_start(workdir, model, 0)
+    assert len(provenance.read_starts(workdir)) == 1
+
+
+def test_names_commit_of_clone(tmp_path):
+    assert provenance.source_commit(tmp_path) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    commit = provenance.source_commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    (tmp_path / "file").write_text("2")
+    assert provenance.source_commit(tmp_path) == f"{commit}, with changes"
+
+
+def test_marks_prompts_of_samples(workdir):
+    config = json.loads((workdir / "config.json").read_text())
+    config["sample"] = {"prompts": ["<script>", "ROMEO:"]}
+    (workdir / "config.json").write_text(json.dumps(config))
+    page = report.write_page(workdir).read_text()
+    assert "<b>&lt;script&gt;</b>alert(&quot;x&quot;)&lt;/script&gt; &amp; <b>ROMEO:</b> 20" in page
 
 
 def test_writes_page_after_one_step(tmp_path):

@@ -16,6 +16,7 @@ from glm5_jax.training.schedule import (
     make_schedule,
     mtp_weight,
     num_steps,
+    num_tokens,
     value_at,
 )
 
@@ -66,6 +67,7 @@ def test_one_step_has_peak_rate():
         ({"warmup_steps": -1}, "warmup_steps -1"),
         ({"peak": 0.0}, "peak 0.0 must be positive"),
         ({"end": -1e-5}, "end -1e-05 not negative"),
+        ({"total_steps": 9000, "first_step": 9000}, r"first_step is 9000; .* \(8999\)"),
     ],
 )
 def test_schedule_rejects_invalid_values(changes, match):
@@ -92,7 +94,16 @@ def test_num_steps_equals_simulated_ramp():
         assert num_steps(ramp, seen + 1) == step + 1
         sizes.append(batch_tokens(ramp, seen))
         seen += sizes[-1]
+        assert num_tokens(ramp, step + 1) == seen
     assert sizes == sorted(sizes) and set(sizes) == {8, 12, 16, 20, 24, 28, 32}
+
+
+def test_later_run_continues_curve():
+    full = ScheduleConfig(warmup_steps=5, total_steps=40)
+    later = dataclasses.replace(full, first_step=30)
+    assert (full.num_steps, later.num_steps) == (40, 10)
+    rate, continued = make_schedule(full), make_schedule(later)
+    assert [continued(step) for step in range(10)] == [rate(step) for step in range(30, 40)]
 
 
 def test_ramp_of_no_tokens_is_constant():

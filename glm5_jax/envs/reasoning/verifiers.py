@@ -76,7 +76,7 @@ class VerifierConfig:
             raise ValueError(f"search is {self.search!r}; use one of {', '.join(SEARCH_SCORES)}")
         for name in ("timeout_s", "math_timeout_s", "code_timeout_s", "code_memory_bytes"):
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
+            if not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be positive and finite")
         for name in ("math_workers", "code_concurrency"):
             value = getattr(self, name)

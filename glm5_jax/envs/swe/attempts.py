@@ -9,6 +9,7 @@ not in their sandbox.
 
 import asyncio
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -25,7 +26,7 @@ from glm5_jax.envs.swe.arms import time_limit
 from glm5_jax.envs.swe.awareness import AwarenessJudge
 from glm5_jax.envs.swe.builder import BuildError, RuleBuilder
 from glm5_jax.envs.swe.dataset import SweDataset
-from glm5_jax.envs.swe.grading import SweGrader
+from glm5_jax.envs.swe.grading import VARIANTS, SweGrader
 from glm5_jax.envs.swe.instance import AttemptReport, InstanceError, SweInstance
 from glm5_jax.envs.swe.patches import PatchError
 from glm5_jax.envs.swe.recipes import WORKDIR, RecipeError
@@ -45,6 +46,8 @@ SYSTEM = (
     "run_tests runs the tests that you can see. When the issue is solved, reply without a call, which ends your work."
 )
 _MAX_BUILDS = 2  # at a time
+_MAX_NAMED = 5  # instances in a warning
+_log = logging.getLogger(__name__)
 
 
 class SweAgent(Protocol):
@@ -168,6 +171,7 @@ class AttemptRunner:
     ):
         check_root()
         self.dataset, self._builder, self._judge = dataset, builder, judge
+        warn_of_forgeable(dataset.instances)
         self._graders: dict[str, asyncio.Task[SweGrader]] = {}
         self._slots = asyncio.Semaphore(_MAX_BUILDS)
 
@@ -208,6 +212,19 @@ class AttemptRunner:
         instance = self.dataset.instances[name]
         limits = self._builder.store.limits
         return SweGrader(instance, layer, limits, judge=self._judge, caches_reports=True)
+
+
+def warn_of_forgeable(instances: Mapping[str, SweInstance]) -> None:
+    """Logs the instances whose results an attempt's code can forge, since no variants of their tests can be planted."""
+    names = [name for name, one in instances.items() if not one.labels.get(VARIANTS, True)]
+    if names:
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        _log.warning(
+            "the rewards of %d instances can be forged, because nothing varies their tests: %s%s",
+            len(names),
+            ", ".join(names[:_MAX_NAMED]),
+            more,
+        )
 
 
 def check_root() -> None:

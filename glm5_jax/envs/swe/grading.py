@@ -4,14 +4,16 @@
 2. `submissions.filter_changes` drops what an attempt may not change.
 3. A fresh sandbox over the environment's layer gets the changes. The tests come from the instance, and belong to root.
 4. Planted tests show whether results are real: one passes, the others fail, each by another assertion. Variants of the
-   instance's own tests, which expect another value, must fail too.
+   instance's own tests, which expect another value, must fail too. Names, values and order are drawn for each grading.
 5. The project is rebuilt, and the tests run as an unprivileged user within a time limit from gold's times.
 6. Reports are read after all processes ended. The exit code comes from the process, and must agree with them.
 7. The reward is 1 if all tests of both lists pass, and 0 otherwise.
 
-The code under test runs in the process of its tests, so it can write a whole report itself. It finds the planted tests by their
-names, and reports them as they are. It cannot tell variants from the tests that it has to pass. C has no variants, because a
-failing one would fail its program; `awareness` shows a judge the lines that forge.
+The code under test runs in the process of its tests, so it can write a whole report itself. It finds the planted tests by
+what they lack, a call of its own, and reports them as they are. It has to guess which tests are variants, because only the
+right value tells them apart (`recipes.planting`). In C a variant is a program of its own. Where the tests have no value that
+can be varied, nothing stops such a report: the label `VARIANTS` is then False, and `awareness` shows a judge the lines that
+forge.
 
 Where a run gives no result, the gold patch is graded as a control. If gold does not resolve the instance either, the
 environment failed and there is no reward.
@@ -21,8 +23,7 @@ import asyncio
 import dataclasses
 import posixpath
 import secrets
-import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from glm5_jax.envs.sandbox import Sandbox, SandboxError, SandboxFileError
 from glm5_jax.envs.swe.arms import time_limit
@@ -43,14 +44,16 @@ from glm5_jax.envs.swe.layers import StoredLayer, SweLimits
 from glm5_jax.envs.swe.parsers import RunReport, exit_code_problem
 from glm5_jax.envs.swe.paths import is_test_path
 from glm5_jax.envs.swe.recipes import RECIPE_FOLDER, WORKDIR, Canaries, find_recipe
+from glm5_jax.envs.swe.recipes.planting import make_draw
 from glm5_jax.envs.swe.resolution import Resolution, resolve
 from glm5_jax.envs.swe.runs import RebuildError, RunCommands, RunResult, rebuild, run_tests
 from glm5_jax.envs.swe.sources import apply_patch
 from glm5_jax.envs.swe.submissions import IGNORED_FOLDERS, SweSubmission, filter_changes
 from glm5_jax.envs.swe.test_files import find_test_files
 
-VARIANTS = "variants"  # label of instances; False: variants of their tests disturb other tests
-_TAG_LETTERS = 10
+VARIANTS = (
+    "variants"  # label of instances; False: their tests have none, or variants disturb other tests
+)
 _MAX_REPORTS = 256
 # Makes a test file root's, and keeps others from replacing it or a folder above it.
 _PROTECT = (
@@ -72,13 +75,14 @@ class VariantError(AttemptError):
 
     Attributes:
       report: report without the variants, which counts if gold passes the variant too.
+      seed: seed of the drawn variants.
     """
 
-    def __init__(self, variant: str, report: AttemptReport):
+    def __init__(self, variant: str, report: AttemptReport, seed: int):
         super().__init__(
             f"tests were tampered with: a test that expects another value passes ({variant})"
         )
-        self.report = report
+        self.report, self.seed = report, seed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,7 +237,7 @@ class SweGrader:
         try:
             return await self._run(changes, patch_exists)
         except VariantError as error:
-            if await self._is_wrong_variant():
+            if await self._is_wrong_variant(error.seed):
                 return error.report
             return self._report(0.0, str(error), patch_exists=patch_exists)
         except AttemptError as error:
@@ -260,36 +264,34 @@ class SweGrader:
                 return str(error)
         return None if self._gold.resolved else self._gold.error or "some tests fail"
 
-    async def _is_wrong_variant(self) -> bool:
+    async def _is_wrong_variant(self, seed: int) -> bool:
         """Returns whether the gold patch passes a variant too, which then says nothing about attempts."""
         try:
-            await self._grade_gold()
+            await self._grade_gold(seed)
         except VariantError:
             return True
         except (AttemptError, NoResultError, SandboxError):
             return False
         return False
 
-    async def _grade_gold(self) -> AttemptReport:
+    async def _grade_gold(self, seed: int | None = None) -> AttemptReport:
         async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
             if not await apply_patch(box, self.instance.patch, WORKDIR):
                 raise NoResultError("it does not apply")
             changes = await self._changes(box)
-        return await self._run(changes, True)
+        return await self._run(changes, True, seed)
 
     async def _run(
-        self, changes: Mapping[str, TreeFile | None], patch_exists: bool
+        self, changes: Mapping[str, TreeFile | None], patch_exists: bool, seed: int | None = None
     ) -> AttemptReport:
         submission = await self.submission(changes)
         base = await self.base_tree()
-        tag = "".join(secrets.choice(string.ascii_lowercase) for _ in range(_TAG_LETTERS))
+        seed = secrets.randbits(64) if seed is None else seed
         async with Sandbox(self._limits.sandbox(self.layer.layer)) as box:
             tree = await self._put(box, base, submission)
             canaries = None
             if self._walls.plants_canaries:
-                canaries = self._recipe.canaries(tree, self._focus(tree), tag)
-                if not self.has_variants:
-                    canaries = dataclasses.replace(canaries, variant_files={}, variants=())
+                canaries = self._plant(tree, seed)
                 user = "root" if self._walls.protects_tests else "agent"
                 planted = {**canaries.files, **canaries.variant_files}
                 await put_tree(box, WORKDIR, planted, user=user)
@@ -301,6 +303,8 @@ class SweGrader:
                 if self._walls.requires_rebuild:
                     raise NoResultError(f"it does not build: {error}") from None
             run = await run_tests(box, self._commands, self._timeout_s)
+        if run.report and canaries and canaries.swaps:
+            run = dataclasses.replace(run, report=swap_results(run.report, canaries.swaps))
         report = self._judge(run, canaries, submission, patch_exists)
         if report.resolved and self._judge_awareness is not None:
             lines = find_aware_lines(submission.files, base, self.instance)
@@ -308,8 +312,17 @@ class SweGrader:
                 raise AttemptError(f"it behaves differently under test: {lines[0]}")
         passing = passing_variants(run.report, canaries) if run.report and canaries else []
         if report.resolved and passing:
-            raise VariantError(passing[0], report)
+            raise VariantError(passing[0], report, seed)
         return report
+
+    def _plant(self, tree: FileTree, seed: int) -> Canaries:
+        """Returns the tests to plant, without variants if those disturb other tests."""
+        draw = make_draw(tree, self.instance.FAIL_TO_PASS, seed)
+        canaries = self._recipe.canaries(tree, self._focus(tree), draw)
+        self.has_variants = self.has_variants and bool(canaries.variants)
+        if self.has_variants:
+            return canaries
+        return dataclasses.replace(canaries, variant_files={}, variants=(), swaps=())
 
     async def _put(self, box: Sandbox, base: FileTree, submission: SweSubmission) -> FileTree:
         """Writes changes and tests into a sandbox; returns the tree."""
@@ -428,14 +441,27 @@ def has_true_canaries(report: RunReport, canaries: Canaries) -> bool:
     return statuses(canaries.passing) == {"pass"} and statuses(canaries.failing) == {"fail"}
 
 
+def swap_results(report: RunReport, swaps: Sequence[tuple[str, str]]) -> RunReport:
+    """Returns a report in which the results of tests and of the copies that stand for them have changed places."""
+    statuses = dict(report.statuses)
+    for name, copy in swaps:
+        for key in [key for key in statuses if copy in key]:
+            other = key.replace(copy, name)
+            status, old = statuses.pop(key), statuses.get(other)
+            statuses |= {other: status} | ({key: old} if old else {})
+    return dataclasses.replace(report, statuses=statuses)
+
+
 def passing_variants(report: RunReport, canaries: Canaries) -> list[str]:
     """Returns the planted variants of tests that do not fail, as they must."""
-    statuses = report.statuses
-    return [
-        variant
-        for variant in canaries.variants
-        if {status for name, status in statuses.items() if variant in name} != {"fail"}
-    ]
+    passing = []
+    for variant in canaries.variants:
+        results = {name: status for name, status in report.statuses.items() if variant in name}
+        # Parts of a test, such as subtests, may pass.
+        itself = {status for name, status in results.items() if name.endswith(variant)}
+        if (itself or set(results.values())) != {"fail"}:
+            passing.append(variant)
+    return passing
 
 
 def _folders_above(path: str) -> list[str]:

@@ -5,7 +5,6 @@ A submission is accepted by its runs alone: see `agent_builder`.
 
 import dataclasses
 import secrets
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from glm5_jax.envs.swe.layers import StoredLayer, SweLimits
 from glm5_jax.envs.swe.parsers import PARSERS, RunTotals
 from glm5_jax.envs.swe.parsers.generated import ParserLog, ParserRejected, check_parser
 from glm5_jax.envs.swe.recipes import RESULTS, WORKDIR, Canaries, ProjectPlan, ProjectRecipe
+from glm5_jax.envs.swe.recipes.planting import make_draw
 from glm5_jax.envs.swe.runs import (
     RebuildError,
     RunCommands,
@@ -29,7 +29,6 @@ from glm5_jax.envs.swe.tools import make_tool, summarise_run
 from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task
 
-_TAG_LETTERS = 10
 _COMMANDS = {"type": "array", "items": {"type": "string"}}
 _PARSER = {"type": "string", "description": f"One of {', '.join(sorted(PARSERS))}, or generated."}
 
@@ -161,8 +160,8 @@ class Submit:
 
     async def _canary_problem(self, plan: ProjectPlan) -> str | None:
         """Returns why planted tests do not have their results; None: they have."""
-        tag = "".join(secrets.choice(string.ascii_lowercase) for _ in range(_TAG_LETTERS))
-        canaries = self._recipe.canaries(self._tree, self._focus, tag)
+        draw = make_draw(self._tree, (), secrets.randbits(64))
+        canaries = self._recipe.canaries(self._tree, self._focus, draw)
         commands = commands_of(plan)
         async with Sandbox(self._limits.sandbox(self._layer.layer)) as box:
             await put_tree(box, WORKDIR, canaries.files)

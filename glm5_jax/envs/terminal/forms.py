@@ -6,7 +6,8 @@ the attempt can change. This is a text search: it also reports some safe tasks, 
 written in another way.
 
 It cannot detect tests that only ask the attempt's classes for a positive answer (`8 in box`, `assert
-is_prime(7)`) and never for a negative one, nor assertions in a function that only the attempt's code calls.
+is_prime(7)`) and never for a negative one, tests that only need a program to end without an error, nor assertions in a
+function that only the attempt's code calls.
 """
 
 import ast
@@ -61,6 +62,7 @@ _SHELL = {
         r"\b(?:cat|sort|uniq|head|tail|cut|tr|sed|grep|jq|zcat|base64)\b[^\n;&]*\s/tests/[^\n;&]*"
         + _OUTSIDE
         + r"\w"
+        r"|\b(?:python3?|node|perl|ruby|php)\b[^\n;&|]*\s/tests/[^\n;&]*" + _OUTSIDE + r"\w"
         r"|/tests/[^\n;&]*" + _OUTSIDE + r"\S*(?i:expected|want|golden|reference|answer)"
     ),
     "copy the attempt's files to where the reward is (/logs/verifier)": (
@@ -93,6 +95,12 @@ _PYTHON = {
     "write what they expect where the attempt's programs can read it": (
         r"\b(?:expected|want|golden|reference|answer)\w*\.write_(?:text|bytes)\("
     ),
+    "look in the answers for a text that the attempt chooses, such as an empty one": (
+        r"\bassert\s+\w+(?:\.\w+\(\))*\s+in\s+(?:[^\n#]*(?:\bopen\(|\.read_text\()|\(?(?:expected|want|golden|reference|answer)\w*\b)"
+    ),
+    "compare as many results as the attempt returns, such as none (zip without strict)": (
+        r"\bfor\s[^\n]*\sin\s+(?:enumerate\()?zip\((?![^\n]*\bstrict\s*=\s*True)(?![\s\S]*\blen\()"
+    ),
     "pass a number that is none (NaN), which is neither more nor less than any": (
         r"\bmax\(\s*\w+\s*,\s*abs\(|\bassert\s+not\b[^=\n]*[<>]"
     ),
@@ -103,7 +111,8 @@ _CHANGED_ARGUMENT = (
 _SPLICED = "put a text that may be the attempt's into a program (awk, python -c, bc, an open here-document)"
 _CALCULATED = "calculate with a text that may be the attempt's in Bash, which runs commands in it ([[ -eq ]], (( )), ${a[i]}, ${t:i})"
 _UNQUOTED = "compare with a text of the attempt's without quotes, which Bash takes for a pattern or for several words"
-_SEARCHED = "look in the answers for a pattern that the attempt chooses (grep)"
+_SEARCHED = "look in the answers for a pattern that the attempt chooses (grep, case, =~, expr)"
+_CHOSEN = "read a path that the attempt chooses, which may be that of the answers (cat, xargs)"
 _HOME = (
     "use root's home folder, which is the one that is worked in, and another in grading (~, $HOME)"
 )
@@ -142,10 +151,8 @@ def _in_shell(text: str, task: TerminalTask) -> list[str]:
     forms += [_SPLICED] if _splices(text, names) else []
     forms += [_CALCULATED] if _calculates(text, names) else []
     forms += [_UNQUOTED] if _compares_unquoted(text, names) else []
-    if re.search(
-        rf"\bgrep\s+(?:-\w+\s+)*[\"']?(?:\$\((?!\()|`|\$\{{?(?:{names})\b)[^\n|;&]*\s/tests/", text
-    ):
-        forms.append(_SEARCHED)
+    forms += [_SEARCHED] if _searches_pattern(text, names) else []
+    forms += [_CHOSEN] if _reads_chosen_path(text, names) else []
     if _works_at_home(task) and re.search(r"(?<![\w/])~/|\$\{?HOME\}?(?!/\.local/bin)", text):
         forms.append(_HOME)
     return forms
@@ -215,6 +222,30 @@ def _compares_unquoted(text: str, names: str) -> bool:
     return re.search(rf"{in_double}|{in_single}", text) is not None
 
 
+def _searches_pattern(text: str, names: str) -> bool:
+    value = rf"(?:\$\((?!\()|`|\$\{{?(?:{names})\b)"
+    patterns = (
+        rf"\bgrep\s+(?:-\w+\s+)*[\"']?{value}[^\n|;&]*\s/tests/",
+        rf"(?m)^[^\n#]*\bcase\b[^\n]*/tests/[\s\S]*?(?:^|\bin\b|\||;;)\s*\(?\$\{{?(?:{names})\b\}}?[^\n\"]*\)",
+        rf"\[\[[^\]\n]*\s=~\s+\S*{value}",
+        rf"\[\[[^\]\n]*\s==?\s+\*\"?{value}",
+        rf"\bexpr\b[^\n]*\s:\s+\"?{value}",
+    )
+    return any(re.search(pattern, text) for pattern in patterns)
+
+
+def _reads_chosen_path(text: str, names: str) -> bool:
+    readers = (
+        r"\b(?:cat|cmp|diff|cp|mv|head|tail|sort|uniq|cut|wc|jq|base64|od|xxd|md5sum|sha\d+sum)"
+    )
+    patterns = (
+        rf"{readers}\s(?:[^\n;&|<\"']*\s)?\"?\$\{{?(?:{names})\b\}}?\"?(?:[\s;)|]|$)",
+        rf"{readers}\s(?:[^\n;&|<\"']*\s)?\"?(?:\$\((?:cat\s+)?{_PROGRAM}|`)",
+        rf"{_PROGRAM}\|\s*xargs\s+(?:-\S+\s+)*{readers}\b|\bcat\s+{_OF_WORK}[^\n|]*\|\s*xargs\s+(?:-\S+\s+)*{readers}\b",
+    )
+    return any(re.search(pattern, text, re.MULTILINE) for pattern in patterns)
+
+
 def _works_at_home(task: TerminalTask) -> bool:
     if task.workdir is not None:
         return task.workdir == "/root"
@@ -226,10 +257,18 @@ def _works_at_home(task: TerminalTask) -> bool:
 
 def _shares_argument(node: ast.Compare) -> bool:
     """Returns whether both sides of a comparison call something with the same variable, as in f(data) ==
-    sorted(data).
+    sorted(data), or one calls its methods, as in f(data) == data.total().
     """
-    sides = [_called_with(side) for side in (node.left, *node.comparators)]
-    return any(one & other for one, other in zip(sides, sides[1:]))
+    sides = (node.left, *node.comparators)
+    names = [(_called_with(side), _called_with(side) | _methods_of(side)) for side in sides]
+    return any(a & any_b or any_a & b for (a, any_a), (b, any_b) in zip(names, names[1:]))
+
+
+def _methods_of(side: ast.expr) -> set[str]:
+    """Returns the variables whose methods an expression calls."""
+    called = [node.func for node in ast.walk(side) if isinstance(node, ast.Call)]
+    owners = [function.value for function in called if isinstance(function, ast.Attribute)]
+    return {owner.id for owner in owners if isinstance(owner, ast.Name)}
 
 
 def _called_with(side: ast.expr) -> set[str]:

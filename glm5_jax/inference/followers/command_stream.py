@@ -12,10 +12,12 @@ in the others end the engine, and its launcher restarts all of its processes.
 import contextlib
 import hmac
 import secrets
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -34,11 +36,21 @@ from glm5_jax.runtime.addresses import is_loopback
 from glm5_jax.runtime.placement import http_url
 
 _KEY_BYTES = 32
+_GREETING_BYTES = _KEY_BYTES + 4  # key and number of the process
+_GREETING_TIMEOUT_S = 10.0
+_MAX_WAITING = 256  # connections that have not sent their key
 _CONNECT_TIMEOUT_S = 300.0  # of `jax.distributed.initialize`
 
 
 class ProcessLost(ConnectionError):
     """Raised if another process of the engine has ended without a `Stop`."""
+
+
+class _Greeting(NamedTuple):
+    """Begin of a connection: the bytes received, and the time by which it must be complete."""
+
+    received: bytearray
+    ends_at: float
 
 
 class CommandSender:
@@ -78,35 +90,71 @@ class CommandSender:
     def accept(self, timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
         """Waits for all other processes. Raises TimeoutError if one does not connect in time."""
         deadline = time.monotonic() + timeout_s
-        with self._listener:
+        waiting: dict[socket.socket, _Greeting] = {}
+        self._listener.setblocking(False)
+        with self._listener, selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
             while len(self._connections) < self._count:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
+                now = time.monotonic()
+                if now >= deadline:
                     missing = sorted({*range(1, self._count + 1)} - self._connections.keys())
                     raise TimeoutError(f"processes {missing} did not connect within {timeout_s} s")
-                self._listener.settimeout(remaining)
-                try:
-                    self._admit(self._listener.accept()[0])
-                except TimeoutError:
-                    continue
+                # Strangers must not hold up the others: all are read at the same time, and none for long.
+                for late in [one for one, greeting in waiting.items() if greeting.ends_at <= now]:
+                    _drop(late, waiting, selector)
+                ends = [deadline, *(greeting.ends_at for greeting in waiting.values())]
+                for key, _ in selector.select(min(ends) - now):
+                    if key.fileobj is self._listener:
+                        self._begin_greeting(waiting, selector)
+                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in waiting:
+                        self._continue_greeting(key.fileobj, waiting, selector)
+            for one in list(waiting):
+                _drop(one, waiting, selector)
         for number, connection in self._connections.items():
             threading.Thread(
                 target=self._watch, args=(number, connection), name=f"process {number}", daemon=True
             ).start()
 
-    def _admit(self, connection: socket.socket) -> None:
-        """Keeps a connection that begins with the key and the number of its process, and closes others."""
-        connection.settimeout(10.0)
+    def _begin_greeting(
+        self, waiting: dict[socket.socket, _Greeting], selector: selectors.BaseSelector
+    ) -> None:
+        """Accepts a connection, in place of the oldest one that has not sent the key if there are too many."""
         try:
-            hello = _read(connection, _KEY_BYTES + 4)
+            connection = self._listener.accept()[0]
+        except OSError:  # it was closed meanwhile
+            return
+        connection.setblocking(False)
+        if len(waiting) >= _MAX_WAITING:
+            _drop(next(iter(waiting)), waiting, selector)
+        waiting[connection] = _Greeting(bytearray(), time.monotonic() + _GREETING_TIMEOUT_S)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _continue_greeting(
+        self,
+        connection: socket.socket,
+        waiting: dict[socket.socket, _Greeting],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        """Reads from a connection. Keeps it if it begins with the key and the number of its process, and closes others."""
+        received = waiting[connection].received
+        try:
+            data = connection.recv(_GREETING_BYTES - len(received))
+        except BlockingIOError:
+            return
         except OSError:
-            connection.close()
+            data = b""
+        received += data
+        if data and len(received) < _GREETING_BYTES:
             return
-        if not hmac.compare_digest(hello[:_KEY_BYTES], self._key.encode()):
-            connection.close()
+        key, number = bytes(received[:_KEY_BYTES]), int.from_bytes(received[_KEY_BYTES:])
+        is_valid = hmac.compare_digest(key, self._key.encode()) and 1 <= number <= self._count
+        if not is_valid or number in self._connections:
+            _drop(connection, waiting, selector)
             return
+        del waiting[connection]
+        selector.unregister(connection)
         _configure(connection)
-        self._connections[int.from_bytes(hello[_KEY_BYTES:])] = connection
+        self._connections[number] = connection
 
     def send(self, command: Command, arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a command to all other processes. Raises ProcessLost if one has ended."""
@@ -182,6 +230,17 @@ def connect(on_lost: Callable[[int], object]) -> CommandSender | CommandReceiver
         sender.accept()
         return sender
     return CommandReceiver(multihost.broadcast_from_first(list), jax.process_index())
+
+
+def _drop(
+    connection: socket.socket,
+    waiting: dict[socket.socket, _Greeting],
+    selector: selectors.BaseSelector,
+) -> None:
+    """Closes a connection that has not sent the key."""
+    del waiting[connection]
+    selector.unregister(connection)
+    connection.close()
 
 
 def _listen(host: str) -> socket.socket:

@@ -12,6 +12,7 @@ All processes create their engine or follower at the same point, because its sta
 from glm5_jax.inference.commands import OpenWeights, Stop
 from glm5_jax.inference.engine_weights import EngineWeights
 from glm5_jax.inference.followers.command_stream import CommandReceiver
+from glm5_jax.inference.quantize.table import quantise_model
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.runner import OpenSource, Runner
 from glm5_jax.inference.shapes import resolve_shapes
@@ -37,6 +38,7 @@ class Follower:
         execution: ExecutionConfig = ExecutionConfig(),
     ):
         """Creates the pages. model, config, execution: those of the first process. open_weights: see `Runner`."""
+        model = quantise_model(model, config.quantization)
         shape, _ = resolve_shapes(model.cfg, config)
         self.cfg = model.cfg
         self._runner = Runner(model, shape, config.execution(execution), open_weights)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from aiohttp import web
 
@@ -18,6 +18,7 @@ from glm5_jax.inference.commands import Listening, StopRequested
 from glm5_jax.inference.followers.command_stream import ProcessLost
 from glm5_jax.inference.followers.follower import Follower
 from glm5_jax.inference.request_bodies import WEIGHT_LIMITS, AbortPush, PullRequest
+from glm5_jax.inference.shards.hosts import check_sources
 from glm5_jax.inference.shards.receiver import Conflict, ShardReceiver
 from glm5_jax.runtime.http_server import (
     ApiError,
@@ -39,7 +40,8 @@ class FollowerServer(HttpServer):
       failure: error that ended the follower; None: it runs, or was stopped.
     """
 
-    def __init__(self, follower: Follower, config: ListenConfig):
+    def __init__(self, follower: Follower, config: ListenConfig, pull_hosts: Sequence[str] = ()):
+        """Creates the server. pull_hosts: hosts that it pulls weights from, besides the client's (`shards.hosts`)."""
         super().__init__(
             dataclasses.replace(
                 config,
@@ -49,7 +51,7 @@ class FollowerServer(HttpServer):
             )
         )
         self.failure: BaseException | None = None
-        self._follower = follower
+        self._follower, self._pull_hosts = follower, tuple(pull_hosts)
         self.shards = ShardReceiver(follower.cfg, follower.weights, self.api_key)
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,6 +105,7 @@ class FollowerServer(HttpServer):
     async def _pull(self, request: web.Request) -> web.Response:
         body = await self.read_body(request, lambda body: decode(body, PullRequest), WEIGHT_LIMITS)
         try:
+            check_sources(body, request.remote, self._pull_hosts)
             return json_response(await self.shards.pull(body))
         except Conflict:
             raise

@@ -11,21 +11,25 @@ columns are absorbed by up's quantisation scales, so that only down is tried.
 import collections
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model import glm5, vocabulary
+from glm5_jax.model import glm5, quant, vocabulary
 from glm5_jax.model.block import block
 from glm5_jax.model.context import make_context
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.experts import NAMES
 from glm5_jax.model.indexer import Selection
 from glm5_jax.model.router import route
 from glm5_jax.model.weight_gathering import WeightGatherer
 from glm5_jax.parallel.mesh import Region
 from glm5_jax.parallel.tree import flatten, unflatten
+from pallas_kernels.grouped_matmul.xla import swiglu
 from pallas_kernels.pointwise import rms_norm
 from pallas_kernels.quantized_weights import Int8, quantized_einsum
 from pallas_kernels.w4a8_matmul import ref as w4a8
@@ -45,6 +49,7 @@ def smooth(
     flat = flatten(params)
     for path, scale in smoothing_scales(params, cfg, tokens, group).items():
         up, down = flat[f"{path}/up"], flat[f"{path}/down"]
+        scale = jnp.asarray(scale)
         flat[f"{path}/up"], flat[f"{path}/down"] = scale_up(up, scale), scale_down(down, scale)
     return unflatten(flat)
 
@@ -63,20 +68,20 @@ def scale_down(down: Float[Array, "*batch f d"], scale: Float[Array, "*batch f"]
 
 def smoothing_scales(
     params: PyTree, cfg: ModelConfig, tokens: Int[ArrayLike, "b t"], group: int = GROUP
-) -> dict[str, Array]:
+) -> dict[str, np.ndarray]:
     """Returns the scales [l f] or [l e f] of each feed-forward by its path; see `smooth`."""
     scales_of = collections.defaultdict(list)
-    for stack, w, x in feed_forwards(params, cfg, tokens):
-        for part in [part for part in PARTS if part in w]:
-            matrices = [w[part][k] for k in ("gate", "up", "down")]
-            if part == "experts":
-                ids = route(w["router"], x, cfg).expert_ids
-                used = jax.nn.one_hot(ids, cfg.n_routed_experts, dtype=bool).any(1).T
-                scale = _expert_scales(*matrices, used, x, group=group)
-            else:
-                scale = scales(*matrices, jnp.ones(len(x), bool), x, None)
-            scales_of[f"{stack}/{part}"].append(scale)
-    return {path: jnp.stack(of_layers) for path, of_layers in scales_of.items()}
+    for one in feed_forwards(params, cfg, tokens):
+        group_of_part = group if one.path.endswith("/experts") else None
+        scale = scales(*one.matrices, one.used, one.x, group_of_part)
+        scales_of[one.path].append(np.asarray(scale))
+    num_experts = cfg.n_routed_experts
+    return {
+        path: np.stack(scales_of_path).reshape(
+            *((-1, num_experts) if path.endswith("/experts") else (-1,)), scales_of_path[0].shape[0]
+        )
+        for path, scales_of_path in scales_of.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnames="group")
@@ -117,18 +122,28 @@ def scales(
     return tried[jnp.argmin(jax.lax.map(error, tried))]
 
 
-@functools.partial(jax.jit, static_argnames="group")
-def _expert_scales(gate, up, down, used, x, group: int):
-    """Returns `scales` [e f] of experts with weights [e d f], [e f d] and used bool[e m]."""
-    return jax.lax.map(lambda expert: scales(*expert, x, group), (gate, up, down, used))
+class FeedForward(NamedTuple):
+    """Matrices of a dense feed-forward, of a shared expert or of one routed expert, with its inputs.
+
+    Attributes:
+      path: path of the feed-forward without its matrices.
+      matrices: gate, up and down.
+      x: normed inputs.
+      used: inputs that it receives.
+    """
+
+    path: str
+    matrices: tuple[Array, Array, Array]
+    x: Float[Array, "m d"]
+    used: Bool[Array, " m"]
 
 
 def feed_forwards(
     params: PyTree, cfg: ModelConfig, tokens: Int[ArrayLike, "b t"]
-) -> Iterator[tuple[str, dict, Float[Array, "m d"]]]:
-    """Yields (stack's name, layer's weights, normed inputs [b*t d] of its feed-forward) for each layer of the trunk.
+) -> Iterator[FeedForward]:
+    """Yields each feed-forward of the trunk, in order. The layers run in the forward's blocks.
 
-    The layers are in order and run in the forward's blocks. Of a stack, the weights of one layer are read at a time.
+    One layer's attention and one expert are read at a time, so that the experts of a layer are never in memory together.
     """
     tokens = jnp.asarray(tokens)
     b, t = tokens.shape
@@ -138,18 +153,54 @@ def feed_forwards(
     context, _ = make_context(positions, None, None, cfg, execution, region)
 
     @functools.partial(jax.jit, static_argnames="kind")
-    def step(w, idle, x, selection, kind):
-        middle = block(w | idle, x, selection, None, context, kind=kind)[0]
+    def attend(w, x, selection, kind):
         x, selection, *_ = block(w, x, selection, None, context, kind=kind)
-        return x, selection, rms_norm(middle, w["mlp_norm"], cfg.rms_norm_eps)
+        return x, selection, rms_norm(x, w["mlp_norm"], cfg.rms_norm_eps).reshape(b * t, -1)
+
+    def read(path, at):
+        parts = (params[path.split("/")[0]][path.split("/")[1]][name][at] for name in NAMES)
+        gate, up, down = (
+            quant.fake_quantize(jnp.asarray(w), f"{path}/{name}", cfg.int4_group).astype(cfg.dtype)
+            for name, w in zip(NAMES, parts)
+        )
+        return gate, up, down
 
     embedding = {"embed": {"weight": jnp.asarray(params["embed"]["weight"][()])}}
     x, selection = vocabulary.embed(embedding, weights, tokens), Selection(None, None)
+    everything = jnp.ones(b * t, jnp.float32)
+    # With zero weights in its feed-forward, a layer returns that feed-forward's input. The zeros are arguments, because
+    # as constants they make XLA:CPU leave some rows unwritten.
+    size = cfg.hidden_size, 1
+    idle = dict(zip(NAMES, (jnp.zeros(shape, cfg.dtype) for shape in (size, size, size[::-1]))))
     for name, layers in glm5.stacks(cfg):
-        for layer in layers:
-            w = weights(name, glm5.layer_of(params[name], cfg, layers, layer), sliced=True)
-            # With zero weights in its feed-forward, a layer returns that feed-forward's input. The zeros are arguments,
-            # because as constants they make XLA:CPU leave some rows unwritten.
-            idle = {part: jax.tree.map(jnp.zeros_like, w[part]) for part in PARTS if part in w}
-            x, selection, normed = step(w, idle, x, selection, cfg.layer_kinds[layer])
-            yield name, w, normed.reshape(b * t, -1)
+        rest = {part: w for part, w in params[name].items() if part not in PARTS}
+        for index, layer in enumerate(layers):
+            w = weights(name, glm5.layer_of(rest, cfg, layers, layer), sliced=True)
+            x, selection, normed = attend(w | {"mlp": idle}, x, selection, cfg.layer_kinds[layer])
+            total = jnp.zeros(normed.shape, jnp.float32)
+            for part in [part for part in PARTS if part in params[name]]:
+                path = f"{name}/{part}"
+                shares = [(index, everything)]
+                if part == "experts":
+                    shares = [
+                        ((index, e), s) for e, s in enumerate(_shares(w["router"], normed, cfg))
+                    ]
+                for at, share in shares:
+                    matrices = read(path, at)
+                    yield FeedForward(path, matrices, normed, share > 0)
+                    total = total + _weighted_output(*matrices, share, normed)
+            x = x + total.reshape(x.shape).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _shares(router: PyTree, x: Float[Array, "m d"], cfg: ModelConfig) -> Float[Array, "e m"]:
+    """Returns the weight of each expert in the output of each token."""
+    routing = route(router, x, cfg)
+    chosen = jax.nn.one_hot(routing.expert_ids, cfg.n_routed_experts)
+    return jnp.einsum("mae,ma->em", chosen, routing.combine_weights.astype(jnp.float32))
+
+
+@jax.jit
+def _weighted_output(gate, up, down, share, x):
+    """Returns float32[m d]: the output of a feed-forward times a weight for each input."""
+    return swiglu(x, gate, up, down)[0].astype(jnp.float32) * share[:, None]

@@ -6,7 +6,7 @@
 
 The bits do not depend on how a weight is sharded, or on whether its layers and experts are converted one at a time:
 norms and scales are multiplied by programs of their own, rotations add in a fixed order (hadamard.py), and a quantised
-number depends on its row or group only. So a trainer that pushes to engines sends what experiments/quantise.py would write.
+number depends on its row, group or block only. So a trainer that pushes to engines sends what experiments/quantise.py would write.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from glm5_jax.model import glm5
 from glm5_jax.parallel.tree import flatten
 
 FILE = "quantization_recipe.safetensors"
-_GROUP, _SEED = "group", "rotation_seed"
+_GROUP, _SEED, _SCHEME = "group", "rotation_seed", "scheme"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,19 +34,21 @@ class QuantizationRecipe:
     """How a model's weights were quantised.
 
     Attributes:
-      group: inputs of an expert's matrix that share a scale; None: nothing is quantised.
+      group: inputs of an expert's matrix that share a scale, or side of a block of FP8; None: nothing is quantised.
+      scheme: "w4a8" or "fp8", see table.py.
       rotation_seed: seed of the rotation; None: the weights are not rotated.
       scales: scales between up- and down-projections (calibrate.py), by the path of the feed-forward.
     """
 
     group: int | None
+    scheme: str = table.W4A8
     rotation_seed: int | None = None
     scales: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes the recipe into the folder of the quantised model."""
         assert self.group is not None, "the folder's model is quantised"
-        metadata = {_GROUP: str(self.group)}
+        metadata = {_GROUP: str(self.group), _SCHEME: self.scheme}
         if self.rotation_seed is not None:
             metadata[_SEED] = str(self.rotation_seed)
         scales = {path: np.asarray(scale) for path, scale in self.scales.items()}
@@ -64,6 +66,7 @@ class QuantizationRecipe:
                 seed = metadata.get(_SEED)
                 return cls(
                     group=int(metadata[_GROUP]),
+                    scheme=metadata.get(_SCHEME, table.W4A8),
                     rotation_seed=None if seed is None else int(seed),
                     scales={path: stored.get_tensor(path) for path in stored.keys()},
                 )
@@ -80,6 +83,7 @@ class WeightConverter:
 
     def __init__(self, cfg: ModelConfig, recipe: QuantizationRecipe):
         """cfg: config of the weights. Raises ValueError if its model cannot be converted by the recipe."""
+        table.check_scheme(cfg, recipe.scheme)
         self._recipe, self._is_tied = recipe, cfg.tie_word_embeddings
         self._folds: dict[str, rotation.Fold] = {}
         self._bases: dict[str, rotation.Basis] = {}
@@ -92,7 +96,8 @@ class WeightConverter:
         self._folded_norms = {fold.norm for fold in self._folds.values()}
         self.cfg = dataclasses.replace(cfg, int4_group=None)
         abstract = glm5.abstract_params(self.cfg)
-        self._letters, self._rules = flatten(glm5.axis_letters(self.cfg)), table.rules_of(abstract)
+        self._letters = flatten(glm5.axis_letters(self.cfg))
+        self._rules = table.rules_of(abstract, recipe.scheme)
         for part, scale in recipe.scales.items():
             up = flatten(abstract).get(f"{part}/up")
             if up is None or scale.shape != (*up.shape[:-2], up.shape[-1]):
@@ -141,7 +146,7 @@ class WeightConverter:
             w = (calibrate.scale_up if name == "up" else calibrate.scale_down)(w, scale)
         if self.is_plain(path):
             return w
-        return table.quantised(path, w, letters, self._recipe.group)
+        return table.quantised(self._rules[path], w, letters, self._recipe.group, self.cfg.dtype)
 
     def is_plain(self, path: str) -> bool:
         """Returns whether a weight is not quantised."""
@@ -161,4 +166,6 @@ class WeightConverter:
             dims += table.summed(letters)
         elif self._rules[path] == table.W4A8:
             dims.append(len(letters.split()) - 2)
+        elif self._rules[path] == table.FP8:
+            dims += table.blocked(letters)
         return tuple(sorted({*dims}))

@@ -8,7 +8,7 @@ engine does not have in time is requested from the trainer.
 import asyncio
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import aiohttp
@@ -51,10 +51,17 @@ class ShardPiece(NamedTuple):
         return zlib.crc32(f"{self.name} {format_box(self.box)}".encode())
 
 
-def empty_shards(offer: Offer, targets: Mapping[str, Sharding]) -> Shards:
-    """Returns shards for the boxes of this process's devices, without numbers. targets: sharding of each array."""
+def empty_shards(
+    offer: Offer, targets: Mapping[str, Sharding], reused: Collection[str] = ()
+) -> Shards:
+    """Returns shards for the boxes of this process's devices, without numbers.
+
+    targets: sharding of each array. reused: names of the arrays that `Shards.reuse` adds.
+    """
     arrays = {}
     for name, array in offer.arrays.items():
+        if name in reused:
+            continue
         dtype = jnp.dtype(array.dtype)
         boxes = local_boxes(targets[name], array.shape)
         arrays[name] = {box: np.empty([b - a for a, b in box], dtype) for box in boxes}
@@ -112,12 +119,12 @@ class Puller:
             raise ValueError(f"{url} sends no offer: {error}") from None
 
     async def pull(self, offer: Offer, shards: Shards, base: Shards | None) -> None:
-        """Pulls all boxes of the shards. base: shards that this process holds of the offer's base; None: none.
+        """Pulls the missing boxes of the shards. base: shards that this process holds of the offer's base; None: none.
 
         Raises PullFailed if a box is not sent, and ValueError if the offer does not cover one.
         """
         request = self._request
-        pieces = pieces_of(offer, shards.items(), request.max_part_bytes)
+        pieces = pieces_of(offer, shards.missing(), request.max_part_bytes)
         ordered = iter(in_order(pieces, request.engine, len(request.peers)))
         async with self._client() as client:
             workers = (

@@ -1,6 +1,7 @@
 """Receives weights in one process of an engine: pulls what its devices need into host memory, then places it on them."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from glm5_jax.inference.shards.offer import (
 )
 from glm5_jax.inference.shards.server import ShardLibrary
 from glm5_jax.inference.shards.store import Shards
+from glm5_jax.model.lora import B, adapted, apply_adapters, is_adapter
 from glm5_jax.model.rotated_norm import RotatedNorm
 from glm5_jax.parallel.boxes import box_of, place
 from glm5_jax.parallel.fingerprint import read_fingerprint
@@ -84,7 +86,12 @@ class ShardReceiver:
         self._cfg, self._weights, self._key = cfg, weights, key
         self.library = ShardLibrary()
         self.current: Pull | None = None
-        self._held: Shards | None = None  # base of later pulls
+        self._held: PulledWeights | None = None  # base of later pulls
+
+    @property
+    def frozen_checksum(self) -> str | None:
+        """The checksum of the frozen weights in host memory, which need not be pulled again; None: there are none."""
+        return None if self._held is None else self._held.offer.frozen_checksum
 
     async def pull(
         self, request: PullRequest, check: Callable[[Offer], object] = lambda offer: None
@@ -148,32 +155,54 @@ class ShardReceiver:
             raise ValueError(f"the push {name!r} is not complete; pull it first")
         self.current, pulled, keep = None, pull.weights, pull.request.keep
         if self._held is not None:
-            self.library.versions.pop(self._held.checksum, None)
-        self._held = pulled.shards if keep else None
+            self.library.versions.pop(self._held.offer.checksum, None)
+        self._held = pulled if keep else None
         self._drop(pulled)
 
         def lazy(name: str, array: ArrayOffer) -> Lazy:
             def make() -> jax.Array:
                 placed = _place(name, array, pulled)
-                if not keep:
+                # Two targets may have one adapter matrix in common.
+                if not keep and not is_adapter(name):
                     pulled.shards.discard(name)
                 return placed
 
             return Lazy(array.shape, jnp.dtype(array.dtype), make)
 
-        return join_arrays({name: lazy(name, array) for name, array in pulled.offer.arrays.items()})
+        offer = pulled.offer
+        tree = join_arrays({name: lazy(name, array) for name, array in offer.arrays.items()})
+        return tree if offer.lora_scale is None else apply_adapters(tree, offer.lora_scale, _merge)
 
     def _open(self, request: PullRequest) -> PulledWeights:
         """Reads the trainer's offer, and returns the weights without numbers."""
         offer = asyncio.run(Puller(request, self._key).fetch_offer())
         check_offer(offer, self._cfg, self._weights)
         targets = target_shardings(self._weights, offer.arrays)
-        return PulledWeights(offer, empty_shards(offer, targets), targets)
+        reused, held = self._unchanged(offer), self._held
+        shards = empty_shards(offer, targets, reused)
+        for name in reused:
+            assert held is not None, "the arrays are held"
+            shards.reuse(held.shards, name)
+        return PulledWeights(offer, shards, targets, is_delta=bool(reused))
+
+    def _unchanged(self, offer: Offer) -> list[str]:
+        """Returns the names of the offered arrays whose numbers are in host memory."""
+        held = {} if self._held is None else self._held.offer.arrays
+
+        def numbers(array: ArrayOffer) -> tuple:
+            return array.dtype, array.shape, array.fingerprint
+
+        return [
+            name
+            for name, array in offer.arrays.items()
+            if name in held and numbers(held[name]) == numbers(array)
+        ]
 
     def _receive(self, pulled: PulledWeights, request: PullRequest) -> PulledWeights:
         """Pulls the numbers, and passes them on to other engines meanwhile."""
         offer, shards, puller = pulled.offer, pulled.shards, Puller(request, self._key)
-        base = self._held if self._held is not None and self._held.checksum == offer.base else None
+        held = self._held
+        base = held.shards if held is not None and held.offer.checksum == offer.base else None
         self.library.versions[offer.checksum] = shards
         try:
             asyncio.run(puller.pull(offer, shards, base))
@@ -181,7 +210,7 @@ class ShardReceiver:
             self._drop(pulled)
             raise
         return pulled._replace(
-            is_delta=base is not None,
+            is_delta=pulled.is_delta or base is not None,
             from_trainer=puller.from_trainer,
             from_engines=puller.from_engines,
         )
@@ -192,7 +221,7 @@ class ShardReceiver:
         if versions.get(pulled.offer.checksum) is pulled.shards:
             del versions[pulled.offer.checksum]
         if held is not None:
-            versions.setdefault(held.checksum, held)
+            versions.setdefault(held.offer.checksum, held.shards)
 
 
 def _place(name: str, array: ArrayOffer, pulled: PulledWeights) -> jax.Array:
@@ -222,7 +251,35 @@ def check_offer(offer: Offer, cfg: ModelConfig, weights: EngineWeights) -> None:
             }
         else:
             expected[path] = tuple(leaf.shape), accepted_dtypes(path, cfg)
-    check_fit(offer, offer.arrays, expected, cfg)
-    weights.check(
-        join_arrays({n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in offer.arrays.items()})
+    check_fit(offer, offer.frozen, expected, cfg)
+    tree = join_arrays(
+        {n: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for n, x in offer.arrays.items()}
     )
+    weights.check(_merged_shapes(tree, offer))
+
+
+def _merged_shapes(tree: PyTree, offer: Offer) -> PyTree:
+    """Returns the shapes of the merged weights. Raises ValueError if the adapters do not fit their targets."""
+    adapters = offer.arrays.keys() - offer.frozen.keys()
+    targets = {name.removesuffix(B) for name in adapters if name.endswith(B)}
+    if odd := sorted(targets - offer.arrays.keys()):
+        raise ValueError(f"the adapters of {odd[0]} have no target")
+    if bool(adapters) != (offer.lora_scale is not None):
+        raise ValueError("adapters are offered without lora_scale, or lora_scale without adapters")
+    try:
+        return apply_adapters(
+            tree, offer.lora_scale or 0.0, lambda *arrays: jax.eval_shape(adapted, *arrays)
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"the adapters do not fit their targets: {error}") from None
+
+
+def _merge(w: Lazy, a: Lazy, b: Lazy, scale: float) -> Lazy:
+    """Returns the merged weight, which is computed on the engine's devices when it is placed there."""
+
+    def make() -> jax.Array:
+        base = w.make()
+        add = functools.partial(adapted, scale=scale)
+        return jax.jit(add, out_shardings=base.sharding)(base, a.make(), b.make())
+
+    return Lazy(w.shape, w.dtype, make)

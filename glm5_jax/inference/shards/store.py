@@ -42,20 +42,27 @@ class Shards:
         self.checksum = checksum
         self._arrays = {name: dict(boxes) for name, boxes in arrays.items()}
         self._written: set[tuple[str, Box]] | None = None if is_complete else set()
+        self._reused: set[str] = set()
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all boxes."""
         return sum(x.nbytes for boxes in self._arrays.values() for x in boxes.values())
 
-    def items(self) -> Iterator[tuple[str, Box]]:
-        """Yields (array, box) of all boxes."""
+    def missing(self) -> Iterator[tuple[str, Box]]:
+        """Yields (array, box) of the boxes that are to be written."""
         for name, boxes in self._arrays.items():
-            yield from ((name, box) for box in boxes)
+            if name not in self._reused:
+                yield from ((name, box) for box in boxes)
+
+    def reuse(self, other: "Shards", name: str) -> None:
+        """Takes the boxes of an array from complete shards that have the same numbers."""
+        self._arrays[name] = other._arrays[name]
+        self._reused.add(name)
 
     def read(self, name: str, box: Box) -> np.ndarray | None:
         """Returns the numbers of a box inside one of the boxes; None: there is none, or it is not written yet."""
-        if self._written is not None and (name, box) not in self._written:
+        if self._is_awaited(name) and (name, box) not in (self._written or ()):
             return None
         for outer, array in self._arrays.get(name, {}).items():
             if len(outer) == len(box) and intersect(box, outer) == box:
@@ -64,10 +71,13 @@ class Shards:
 
     def is_awaited(self, name: str, box: Box) -> bool:
         """Returns whether a box that cannot be read now may be written later."""
-        if self._written is None:
+        if not self._is_awaited(name):
             return False
         boxes = self._arrays.get(name, {})
         return any(len(outer) == len(box) and intersect(box, outer) == box for outer in boxes)
+
+    def _is_awaited(self, name: str) -> bool:
+        return self._written is not None and name not in self._reused
 
     def write(self, name: str, outer: Box, box: Box, part: np.ndarray) -> None:
         """Writes the numbers of a box that is inside the box `outer`."""

@@ -222,16 +222,23 @@ class RolloutDispatcher:
         mean = sum(rewards) / len(rewards) if rewards else None
         return {"reward": mean, "count": len(rewards), "failed": count - len(rewards)}
 
-    async def require_weights(self, weights: WeightVersion) -> None:
-        """Requires these weights from now on. A gateway that is down gets them with the next session."""
+    async def require_weights(self, weights: WeightVersion) -> int:
+        """Requires these weights from now on. A gateway that is down gets them with the next session.
+
+        Returns the lease whose weights the gateway requires then, which is another if it knows a later one; that of these
+        weights if the gateway does not respond.
+        """
         self.weights = weights
         if self.gateway.state == CLOSED:
             try:
                 timeout_s = self._config.weights_timeout_s
                 body = SetWeights(**weights._asdict())
-                await self._call_gateway("POST", "/weights", body, timeout_s)
+                response = await self._call_gateway("POST", "/weights", body, timeout_s)
+                lease = response.get("lease") if isinstance(response, dict) else None
+                return lease if isinstance(lease, int) else weights.lease
             except GatewayError as error:
                 _log.warning("weights of version %d: %s", weights.version, error)
+        return weights.lease
 
     async def delete_orphans(self) -> None:
         """Deletes sessions of this run that nothing needs any more, at intervals, until it is cancelled.

@@ -137,7 +137,7 @@ class TokenBucket:
     """
 
     def __init__(self, rate: float | None, burst: float = 1.0):
-        if rate is not None and not (rate > 0 and math.isfinite(rate)):
+        if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"rate is {rate}; it must be positive and finite, or None for any")
         if not burst >= 1:
             raise ValueError(f"burst is {burst}; below 1 nothing would ever pass")

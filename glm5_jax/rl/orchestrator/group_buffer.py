@@ -339,6 +339,11 @@ class GroupBuffer:
         for slot in list(self._waiting.values()):
             self._keep_or_drop(slot, step)
 
+    def raise_lease(self, lease: int) -> None:
+        """Sets a later lease for the trainer that has begun, because another program knows one between the two."""
+        self.lease = max(self.lease, lease)
+        self._journal.write_state(self._state())
+
     def metrics(self) -> dict:
         """Returns the counts since the buffer was opened, by name.
 

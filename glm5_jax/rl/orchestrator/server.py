@@ -229,11 +229,15 @@ class Orchestrator(HttpServer):
             min_lease = int(1e3 * time.time())
             self._buffer.begin(body.step, body.version, body.checksum, min_lease)
         self._check_journal()
-        lease = self._buffer.lease
         self._scheduler.queue_resamples()
         self._scheduler.notify()
-        await self._require_weights()
-        return json_response(self._position() | {"lease": lease})
+        required = await self._require_weights()
+        if required > self._buffer.lease and not is_lease_ahead(required, time.time()):
+            # The gateway's journal is from a time before the clock was set back, and this orchestrator's is gone.
+            self._buffer.raise_lease(required + 1)
+            self._check_journal()
+            await self._require_weights()
+        return json_response(self._position() | {"lease": self._buffer.lease})
 
     async def _take(self, request: web.Request) -> web.Response:
         body = await self._read(request, TakeGroups)
@@ -289,10 +293,11 @@ class Orchestrator(HttpServer):
         await self._require_weights()
         return json_response(self._position())
 
-    async def _require_weights(self) -> None:
-        """Sends the weights of the buffer to the gateway."""
-        if (weights := self._buffer.weights) is not None:
-            await self._dispatcher.require_weights(weights)
+    async def _require_weights(self) -> int:
+        """Sends the weights of the buffer to the gateway. Returns the lease whose weights it requires; 0: it has none."""
+        if (weights := self._buffer.weights) is None:
+            return 0
+        return await self._dispatcher.require_weights(weights)
 
     async def _read(self, request: web.Request, kind: type[_Body]) -> _Body:
         return await self.read_body(request, lambda body: decode(body, kind))

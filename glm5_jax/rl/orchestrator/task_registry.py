@@ -374,7 +374,7 @@ class TaskRegistry:
             raise ApiError(str(error), param=str(error).split()[0]) from None
         for name in ("weight", "rate", "rollout_timeout_s"):
             value = getattr(spec, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is not None and not 0 < value < math.inf:
                 raise ApiError(f"{name} is {value:g}; it must be positive and finite", param=name)
         try:
             check_weight(spec.weight)

@@ -104,7 +104,7 @@ class ServiceConfig(ListenConfig):
             )
         for name in ("weight", "max_inflight", "rate", "rollout_timeout_s", "heartbeat_interval_s"):
             value = getattr(self, name)
-            if not (value is None or (value > 0 and math.isfinite(value))):
+            if not (value is None or 0 < value < math.inf):
                 raise ValueError(f"{name} is {value}; it must be positive and finite")
         check_weight(self.weight)
 

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 
 from glm5_jax.checkpoint import models
+from glm5_jax.config import ModelConfig
 from glm5_jax.inference.checkpoint_server import make_checkpoint_server
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.parallel.mesh import make_mesh
@@ -48,6 +49,7 @@ def make_engine(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpServer:
         **config.program.listen_options(workdir, name),
         variant=config.rollout.variant,
         timeout_s=_REPLY_SHARE * config.agent_timeout_s,
+        pull_hosts=config.program.known_hosts,
     )
     return make_checkpoint_server(
         _served_checkpoint(config),
@@ -57,7 +59,7 @@ def make_engine(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpServer:
         server_config,
         warm=config.cluster.warm,
         # SFT trains int4 experts and RL does not: a push would not fit the model of the SFT checkpoint.
-        trained=None if config.model_of_checkpoint else config.model,
+        trained=_trained_model(config),
     )
 
 
@@ -108,6 +110,14 @@ def make_task_service(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpSer
         seed=config.seed,
     )
     return config.make_task_service(service_config, load_tokenizer(config))
+
+
+def _trained_model(config: AgenticRlConfig) -> ModelConfig:
+    """Returns the model whose weights the trainer pushes. Raises ValueError if the checkpoint has none."""
+    if not config.model_of_checkpoint:
+        return config.model
+    stored, _ = models.read_config(_served_checkpoint(config))
+    return config.change_model(stored)
 
 
 def load_tokenizer(config: AgenticRlConfig) -> Tokenizer:

@@ -4,10 +4,13 @@
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
+
+from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.quantize.recipe import QuantizationRecipe, WeightConverter
@@ -27,6 +30,7 @@ from glm5_jax.runtime.config_flags import flags_between
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.stages import Stage
+from pallas_kernels.fp8_blocks import BLOCK
 
 NETWORK, STORAGE = "network", "storage"
 
@@ -80,6 +84,9 @@ class AgenticRlConfig(AsyncRlConfig):
     program: ProgramConfig = ProgramConfig()
 
     def __post_init__(self):
+        for name in ("agent_timeout_s", "judge_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive and finite")
         super().__post_init__()
         if not self.task_shares:
             raise ValueError("tasks is empty; name at least one kind")
@@ -149,18 +156,26 @@ class AgenticRlConfig(AsyncRlConfig):
         if self.program.role or not self.has_engine_processes:
             return ()
         variant = self.name.partition(":")[2]
-        changes = flags_between(get_config(variant), self)
+        changes = dict(flags_between(get_config(variant), self))
+        # Without it, a command line with a checkpoint sets it.
+        changes["model_of_checkpoint"] = str(self.model_of_checkpoint)
         return (
             f"--experiment={pathlib.Path(file).resolve()}:{variant}",
-            *(f"--experiment.{path}={text}" for path, text in changes),
+            *(f"--experiment.{path}={text}" for path, text in changes.items()),
         )
 
 
-def converter_of(served_checkpoint: str | None, cfg: ModelConfig) -> WeightConverter | None:
-    """Returns the converter of pushed weights to those of the engines' checkpoint; None: they stay plain.
+def converter_of(
+    served_checkpoint: str | None, cfg: ModelConfig, quantization: str | None = None
+) -> WeightConverter | None:
+    """Returns the converter of pushed weights to those of the engines; None: they stay plain.
+
+    quantization: that of the engines (`EngineConfig`); None: they hold the weights of their checkpoint.
 
     Raises ValueError if the checkpoint's recipe does not fit a model of cfg.
     """
+    if quantization is not None:
+        return WeightConverter(cfg, QuantizationRecipe(group=BLOCK, scheme=quantization))
     recipe = None if served_checkpoint is None else QuantizationRecipe.read(served_checkpoint)
     return None if recipe is None else WeightConverter(cfg, recipe)
 
@@ -188,13 +203,18 @@ class AgenticRlTrainer(AsyncRlTrainer):
             **options,
         )
         engines: Sequence[str] = config.program.engine_urls
-        pushed = without_adapters(self.config.model)  # adapters are merged before a push
+        self._pushed_model = pushed = without_adapters(self.config.model)
         if config.transport == NETWORK:
-            converter = converter_of(config.served_checkpoint, pushed)
+            converter = converter_of(config.served_checkpoint, pushed, config.engine.quantization)
+            if converter is None:  # engines merge the adapters
+                self._pushed_model = pushed = self.config.model
             self._pusher = NetworkPusher(pushed, engines, sync, converter)
         else:
             folder = self.workdir / "weights"
             self._pusher = SharedStoragePusher(pushed, folder, engines, sync, self.tokenizer)
+
+    def _pushed_params(self, params: PyTree) -> PyTree:
+        return params if self._pushed_model.lora.rank else super()._pushed_params(params)
 
     def _train(self, stop: PreemptionGuard) -> None:
         if self._client is not None:

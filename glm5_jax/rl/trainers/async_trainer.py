@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import jax
 import msgspec
 import numpy as np
+from jaxtyping import PyTree
 
 from glm5_jax.data.conversation import Conversation
 from glm5_jax.data.loader import Batch, take_rows
@@ -197,11 +198,15 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         The push rewinds engines that hold later weights of a trainer that has died.
         """
         done = self._batches.step = self._version = int(state["step"])
-        self._params = merge_adapters(state["params"], self.config.model)
+        self._params = self._pushed_params(state["params"])
         self._should_reset_moments = False
         with _as_training_stopped(), self._batches.idle():
             if (pushed := self._first_push(done)) is not None:
                 self._orchestrator.begin(done, done, pushed.engine_checksum)
+
+    def _pushed_params(self, params: PyTree) -> PyTree:
+        """Returns the weights that the pusher takes: those of a model without adapters."""
+        return merge_adapters(params, self.config.model)
 
     def _first_push(self, version: int) -> PushResult | None:
         """Pushes the weights, and retries while engines that were killed together with the last trainer restart.
@@ -230,7 +235,7 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
         if self._should_reset_moments:
             state = reset_optimizer(state)
         state, metrics = super()._update(state, batch)
-        done, params = batches.step + 1, merge_adapters(state["params"], config.model)
+        done, params = batches.step + 1, self._pushed_params(state["params"])
         rl_metrics = dict(batches.metrics)
         with _as_training_stopped():
             pushed = self._report_and_push(params, done)

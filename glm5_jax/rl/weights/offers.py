@@ -6,7 +6,7 @@ then converts full rows and groups of a weight, so that the bits are those of on
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ def make_offer(
     dtype: str | None = None,
     base: Shards | None = None,
     converter: WeightConverter | None = None,
+    frozen: Mapping[str, ArrayOffer] | None = None,
 ) -> tuple[Offer, Shards]:
     """Returns the offer of a trainer's weights, and the shards that this process holds.
 
@@ -46,14 +47,19 @@ def make_offer(
       dtype: dtype of the plain weights (`transfer_dtypes`).
       base: shards of the last offer, of which engines may pull the changes; None: none.
       converter: converts the weights to those of quantised engines; None: they stay plain.
+      frozen: the frozen arrays of an earlier offer, which all engines hold, so that only adapters are copied; None: all
+        weights are copied.
 
     Raises ValueError if the parameters are not those of cfg.
     """
     check_params(params, cfg)
     offered_cfg = cfg if converter is None else converter.cfg
     dtypes, copies = transfer_dtypes(offered_cfg, dtype), _Copies()
+    copies.offers |= frozen or {}
     if converter is None:
         for path, leaf in flatten(params).items():
+            if frozen is not None and path in frozen:
+                continue
             copies.add(path, _cast(jnp.asarray(leaf), dtypes[path]))
     else:
         for path, layer, num_layers, leaf in _converted(params, converter):
@@ -66,6 +72,7 @@ def make_offer(
         arithmetic=dict(offered_cfg.arithmetic),
         arrays=copies.offers,
         base=base and base.checksum,
+        lora_scale=cfg.lora.scale if cfg.lora.rank else None,
     )
     return offer, Shards(offer.checksum, copies.boxes)
 

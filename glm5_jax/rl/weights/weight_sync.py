@@ -38,7 +38,7 @@ from glm5_jax.inference.request_bodies import (
     PullRequest,
     UpdateRequest,
 )
-from glm5_jax.inference.shards.offer import Offer
+from glm5_jax.inference.shards.offer import ArrayOffer, Offer
 from glm5_jax.inference.shards.server import ShardLibrary, ShardServer
 from glm5_jax.inference.shards.store import Shards
 from glm5_jax.parallel import multihost
@@ -245,6 +245,10 @@ class NetworkPusher(_HttpPusher):
 
     On a pod all processes push, and the first one sends the messages.
 
+    A model with adapters is pushed unmerged (`inference.shards.offer`): engines get its frozen weights once, then the
+    adapters only.
+
+    - cfg: config of the pushed parameters.
     - engines: URLs of servers that load weights; may be replaced between two pushes.
     - converter: converts weights to those of quantised engines; None: engines get plain weights, and quantise them if
       they hold quantised ones that are not rotated.
@@ -258,8 +262,11 @@ class NetworkPusher(_HttpPusher):
         converter: WeightConverter | None = None,
     ):
         super().__init__(engines, config)
+        if cfg.lora.rank and converter is not None:
+            raise ValueError("adapters cannot be pushed to quantised engines; merge them first")
         self._cfg, self._converter = cfg, converter
         self._base: Shards | None = None  # this process's shards of the last push, for deltas
+        self._last_offer: Offer | None = None
 
     def push(self, params: PyTree, version: int, *, rewind: bool = False) -> PushResult:
         """Sends the weights to the engines; see `Pusher`.
@@ -279,7 +286,9 @@ class NetworkPusher(_HttpPusher):
             dtype=self._config.dtype,
             base=self._base,
             converter=self._converter,
+            frozen=self._frozen_of_all(states),
         )
+        self._last_offer = offer
         library = ShardLibrary()
         library.versions[offer.checksum] = shards
         if self._base is not None:
@@ -289,7 +298,7 @@ class NetworkPusher(_HttpPusher):
             acks = _broadcast_result(
                 lambda: [ack._asdict() for ack in run_sync(self._send(offer, urls, states, rewind))]
             )
-        if self._config.delta:
+        if self._config.delta and not self._cfg.lora.rank:
             self._base = shards
         return self._finish(
             make_result(
@@ -301,6 +310,14 @@ class NetworkPusher(_HttpPusher):
                 acks=[EngineAck(**ack) for ack in acks],
             )
         )
+
+    def _frozen_of_all(self, states: Mapping[str, dict]) -> dict[str, ArrayOffer] | None:
+        """Returns the frozen arrays of the last push if all engines that respond hold them; None: not all do."""
+        last = self._last_offer
+        if last is None or last.lora_scale is None:
+            return None
+        held = {state.get("frozen") for state in states.values() if "error" not in state}
+        return last.frozen if held == {last.frozen_checksum} else None
 
     def _listen_config(self) -> ListenConfig:
         """Returns the options of this process's server, at the address that engines reach."""
@@ -343,7 +360,7 @@ class NetworkPusher(_HttpPusher):
                     (engine.url, *states[engine.url].get("followers", ())) for engine in receivers
                 )
                 or ((),),
-                keep=self._config.delta,
+                keep=self._config.delta or offer.lora_scale is not None,
                 rewind=rewind,
                 max_connections=self._config.max_connections,
                 max_part_bytes=self._config.bucket_bytes,

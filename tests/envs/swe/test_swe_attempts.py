@@ -11,10 +11,17 @@ import pytest
 
 from glm5_jax.agents.context import TokenCounter
 from glm5_jax.envs.sandbox import Sandbox, SandboxError
-from glm5_jax.envs.swe.attempts import AttemptRunner, PatchAgent, SweAttemptConfig, SwePolicy
+from glm5_jax.envs.swe.attempts import (
+    AttemptRunner,
+    PatchAgent,
+    SweAttemptConfig,
+    SwePolicy,
+    warn_of_forgeable,
+)
 from glm5_jax.envs.swe.dataset import InstanceSource, SweDataset, add_archive, write_dataset
 from glm5_jax.envs.swe.evaluation import evaluate_instances
-from glm5_jax.envs.swe.instance import InstanceError
+from glm5_jax.envs.swe.grading import VARIANTS
+from glm5_jax.envs.swe.instance import InstanceError, SweInstance
 from glm5_jax.envs.swe.service import SweService, SweShare, reward_of
 from glm5_jax.envs.swe.tools import EditTool
 from glm5_jax.inference.client import ServerError
@@ -156,6 +163,17 @@ def test_rejects_folder_without_dataset(tmp_path):
 
 
 @pytest.mark.usefixtures("isolation")
+def test_warns_of_instances_without_variants(caplog):
+    fields = dict.fromkeys(("repo", "base_commit", "problem_statement", "patch", "test_patch"), "x")
+    instance = SweInstance(instance_id="a", **fields)
+    without = msgspec.structs.replace(instance, labels={VARIANTS: False})
+    warn_of_forgeable({"a": instance})
+    assert caplog.text == ""
+    warn_of_forgeable({"a": instance, **dict.fromkeys("bcdefgh", without)})
+    assert "the rewards of 7 instances can be forged" in caplog.text
+    assert "b, c, d, e, f and 2 more" in caplog.text
+
+
 def test_explains_edits_that_are_not_made():
     cases = {
         "is not in /testbed": ("../etc/passwd", "a", "b"),

@@ -200,7 +200,8 @@ CHEATS = {
         open_walls=_OPEN,
     ),
     "module replaces tests as they run": Cheat(
-        files=source_with(_OVERWRITE), open_walls={"protects_tests": False}
+        files=source_with(_OVERWRITE),
+        open_walls={"protects_tests": False, "plants_canaries": False},
     ),
     "broken build with new programs": Cheat(
         files={

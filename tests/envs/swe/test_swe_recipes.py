@@ -11,6 +11,7 @@ from glm5_jax.envs.swe.recipes import (
     detect_recipe,
     find_recipe,
 )
+from glm5_jax.envs.swe.recipes.planting import make_draw
 
 TREES = {
     "python": {"x/__init__.py": "x = 1", "tests/test_x.py": "def test_x(): pass"},
@@ -84,14 +85,17 @@ def test_plants_canaries_next_to_focus(language):
     tree = TREES[language]
     recipe = detect_recipe(tree)
 
-    canaries = recipe.canaries(tree, [FOCUS[language]], "qwertyuiop")
+    draws = [make_draw(tree, (), seed) for seed in (1, 2)]
+    canaries, others = (recipe.canaries(tree, [FOCUS[language]], draw) for draw in draws)
 
     folder = FOCUS[language].rpartition("/")[0]
     planted = [path for path in canaries.files if not path.startswith(".swe/")]
     assert planted and all(path.rpartition("/")[0] == folder for path in planted)
     assert canaries.passing != canaries.failing
-    texts = "".join(path + file.content.decode() for path, file in canaries.files.items())
-    assert "qwertyuiop" in texts.lower()
+    # Neither names nor contents are the same twice.
+    assert {canaries.passing, canaries.failing}.isdisjoint({others.passing, others.failing})
+    first, second = ({file.content for file in c.files.values()} for c in (canaries, others))
+    assert first != second and set(canaries.files) & set(others.files) <= {"tests/CMakeLists.txt"}
 
 
 def test_turns_test_options_on_and_warnings_off():
@@ -102,9 +106,13 @@ def test_turns_test_options_on_and_warnings_off():
 
 
 def test_adds_canary_to_program_of_focus():
-    canaries = detect_recipe(TREES["cpp"]).canaries(TREES["cpp"], ["tests/t.cpp"], "tag")
+    canaries = detect_recipe(TREES["cpp"]).canaries(
+        TREES["cpp"], ["tests/t.cpp"], make_draw(TREES["cpp"], (), 1)
+    )
 
-    assert b"target_sources(all PRIVATE ttag.cpp)" in canaries.files["tests/CMakeLists.txt"].content
+    (source,) = [path for path in canaries.files if path.endswith(".cpp")]
+    line = f"target_sources(all PRIVATE {source.removeprefix('tests/')})"
+    assert line in canaries.files["tests/CMakeLists.txt"].content.decode()
 
 
 def test_rejects_project_without_recipe():

@@ -266,6 +266,25 @@ def test_hides_modules_of_tests_from_attempt(module):
         module.read(datetime, "sys")
 
 
+@pytest.mark.parametrize("kind", [mock.Mock, mock.MagicMock, mock.AsyncMock])
+@pytest.mark.parametrize(
+    "name", ["configure_mock", "attach_mock", "reset_mock", "call_args_list", "assert_called_once"]
+)
+def test_hides_parts_of_mocks_from_attempt(module, kind, name):
+    """With these an attempt could make each assertion of a mock pass."""
+    with pytest.raises(RuntimeError, match=f"may not use '{name}' of a mock"):
+        module.read(kind(), name)
+
+
+def test_attempt_calls_mocks_and_their_children(module):
+    callback = mock.Mock(return_value=3)
+    callback.child.return_value = 4
+
+    assert module.read(callback, "child")() == 4
+    assert module.Stack(5).map(callback) == [3]
+    callback.assert_called_once_with(5)
+
+
 @pytest.mark.parametrize(
     "answer", [b"", b"\x02\0\0\0[]", b"\xff\xff\xff\xffxx", b"\x02\0\0\0x", b"\x02\0\0\0{]"]
 )

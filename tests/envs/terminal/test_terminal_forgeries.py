@@ -6,13 +6,19 @@ import pytest
 
 from glm5_jax.envs.terminal import Nop, TrialRunner, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal import forgeries, forgeries_by_loading, forgeries_by_surroundings
+from tests.envs.terminal import (
+    forgeries,
+    forgeries_by_loading,
+    forgeries_by_objects,
+    forgeries_by_surroundings,
+)
 from tests.envs.terminal.folders import Text, make_task, needs_root, selected_values, slow_but
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
-FORMS = forgeries.FORMS | forgeries_by_surroundings.FORMS | forgeries_by_loading.FORMS
-ATTACKS = forgeries.ATTACKS | forgeries_by_surroundings.ATTACKS | forgeries_by_loading.ATTACKS
-QUICK = forgeries.QUICK + forgeries_by_surroundings.QUICK + forgeries_by_loading.QUICK
+_MODULES = (forgeries, forgeries_by_surroundings, forgeries_by_loading, forgeries_by_objects)
+FORMS = {name: form for module in _MODULES for name, form in module.FORMS.items()}
+ATTACKS = {name: attack for module in _MODULES for name, attack in module.ATTACKS.items()}
+QUICK = tuple(name for module in _MODULES for name in module.QUICK)
 QUICK_FORMS = (
     "relative",
     "import",
@@ -21,6 +27,8 @@ QUICK_FORMS = (
     "pipe into grep",
     "perl tests",
     "an open file",
+    "a mock",
+    "an archive",
 )
 
 

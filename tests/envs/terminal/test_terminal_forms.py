@@ -70,6 +70,21 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, make_task
         ({"tests": "run([sys.executable, '-c', code])"}, "a Python of the user"),
         ({"tests": "worst = max(worst, abs(a - b))"}, "neither more nor less"),
         ({"tests": "assert ordered(data) == sorted(data)"}, "may have changed"),
+        ({"tests": "assert count(db) == db.execute('select 1').fetchone()[0]"}, "may have changed"),
+        ({"tests": "assert got.strip() in open('/tests/key').read()"}, "such as an empty one"),
+        ({"tests": "assert got in expected_lines"}, "such as an empty one"),
+        ({"tests": "for a, b in zip(f(), want):\n    assert a == b"}, "zip without strict"),
+        ({"test": "python3 /tests/ref.py > /tmp/b.txt"}, "where the attempt's programs can read"),
+        (
+            {"test": 'x=$(/app/prog)\ncase "$(cat /tests/key)" in\n  $x) echo 1;;\nesac'},
+            "(grep, case",
+        ),
+        ({"test": 'x=$(/app/prog)\n[[ "$(cat /tests/key)" =~ ^$x$ ]]'}, "(grep, case"),
+        ({"test": 'x=$(/app/prog)\n[[ "$(cat /tests/key)" == *"$x"* ]]'}, "(grep, case"),
+        ({"test": 'x=$(/app/prog)\nexpr "$(cat /tests/key)" : "$x"'}, "(grep, case"),
+        ({"test": 'x="$(/app/prog)"\ncmp "$x" /tests/key'}, "read a path that the attempt"),
+        ({"test": "/app/prog | xargs cat | cmp - /tests/key"}, "read a path that the attempt"),
+        ({"test": 'cp "$(cat /app/path)" /srv/x'}, "read a path that the attempt"),
         ({"tests": "lib = ctypes.CDLL('/app/x.so')"}, "which is refused"),
     ],
 )
@@ -91,6 +106,9 @@ def test_names_forms_that_can_be_forged(tmp_path, files, part):
         "s=$(date +%s)\nn=$(ls /app | wc -l)\nif (( n > 3 )) && [[ $s -gt 5 ]]; then n=$((n + 1)); fi",
         'export PATH="$HOME/.local/bin:$PATH"\n/app/prog > /tmp/out && cmp /tmp/out /tests/key',
         "cd /app && make && ./prog > /tmp/out; cmp /tmp/out /tests/key",
+        'd=$(mktemp -d)\n/app/prog > "$d/out"; cmp "$d/out" /tests/key; n=$(wc -l < /app/x); [ "$n" = 3 ]',
+        'x=$(/app/prog)\ncase "$x" in 42) echo 1;; *) echo 0;; esac\n[[ "$x" =~ ^[0-9]+$ ]]',
+        'x=$(/app/prog)\necho "$x" | sort | cmp - /tests/key; find /app -name "*.c" | xargs wc -l',
     ],
 )
 def test_names_no_form_of_ordinary_tests(tmp_path, test):

@@ -118,7 +118,11 @@ def test_calibration_inputs_equal_those_of_forward():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "rms_norm", record)
         hidden = jax.jit(lambda p: (glm5.forward(p, TOKENS, CFG).hidden, want[:]))(params)[1]
-    got = [x for *_, x in calibrate.feed_forwards(cases.params(CFG), CFG, TOKENS)]
+    parts = list(calibrate.feed_forwards(cases.params(CFG), CFG, TOKENS))
+    got = [one.x for one in parts if one.path.endswith(("/mlp", "/shared"))]
+    # Each token has as many experts as the router chooses.
+    used = np.sum([one.used for one in parts if one.path.endswith("/experts")], 0)
+    np.testing.assert_array_equal(used, CFG.num_experts_per_tok)
     assert len(hidden) == 2 * len(got) == 2 * CFG.num_hidden_layers
     for x, y in zip(got, hidden[1::2]):
         np.testing.assert_allclose(x, y.reshape(x.shape), rtol=0, atol=1e-5 * np.abs(y).max())

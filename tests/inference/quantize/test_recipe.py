@@ -99,7 +99,7 @@ def test_plain_recipe_only_quantises():
     assert converter.cfg == dataclasses.replace(CFG, int4_group=None)
     path = "moe_layers/attn/q_b"
     w = params()[path][0]
-    want = table.quantised(path, w, "q n hr", None)
+    want = table.quantised(table.W8A8, w, "q n hr", None, "float32")
     assert_same(converter.convert(path, w, params().__getitem__, 0), want, path)
     path = "moe_layers/attn_norm"
     assert_same(converter.convert(path, w, {}.__getitem__, 0), w, path)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from glm5_jax.envs.swe.file_tree import FileTree
 from glm5_jax.envs.swe.recipes.plan import Canaries, ProjectPlan, ProjectRecipe, RecipeError
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
 
 AGENT_PREFIX = "agent:"
 
@@ -24,6 +25,6 @@ class AgentRecipe:
         """Raises RecipeError, because only a model or an instance has the commands."""
         raise RecipeError(f"{self.name} has no commands of its own; take those of the instance")
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns the planted tests of the language's recipe."""
-        return self._recipe.canaries(tree, focus, tag)
+        return self._recipe.canaries(tree, focus, draw)

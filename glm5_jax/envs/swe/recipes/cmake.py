@@ -4,7 +4,7 @@ import posixpath
 import re
 from collections.abc import Sequence
 
-from glm5_jax.envs.swe.file_tree import FileTree, TreeFile, text_file
+from glm5_jax.envs.swe.file_tree import FileTree, TreeFile, text_file, with_changes
 from glm5_jax.envs.swe.recipes.failing_assertions import GTEST
 from glm5_jax.envs.swe.recipes.plan import (
     RESULTS,
@@ -15,7 +15,9 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
-from glm5_jax.envs.swe.recipes.token_variants import plant_variants
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
+from glm5_jax.envs.swe.recipes.program_variants import plant_program_variants
+from glm5_jax.envs.swe.recipes.token_variants import plant_token_variants
 
 _OPTION = re.compile(r"^\s*(?:option|cmake_dependent_option)\s*\(\s*(\w+)", re.MULTILINE)
 _ON = re.compile(r"TESTS?(?:ING)?(?:$|_)|_UTILS$")
@@ -25,6 +27,15 @@ _NEVER = re.compile(r"SANITIZ|FUZZ|VALGRIND|COVERAGE|OVERRIDE")
 _LIBRARY = re.compile(r"^\s*add_library\s*\(\s*([^\s)]+)", re.MULTILINE)
 _SOURCES = ("*.c", "*.cc", "*.cpp", "*.cxx")
 _SOURCE_ENDS = (".cc", ".cpp", ".cxx")
+
+
+# Bodies of programs that end with a code.
+_PROGRAMS = (
+    "return {code};",
+    "exit({code});",
+    "int got = {one}; if (got != {two}) return {code}; return 1 - {code};",
+    "return {one} < {two} ? {code} : 1 - {code};",
+)
 
 
 class CMakeRecipe:
@@ -64,7 +75,7 @@ class CMakeRecipe:
             + (("libgtest-dev",) if parser == "gtest" else ()),
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns tests in the CMakeLists.txt of the tests: in a program of GoogleTest, or two programs of CTest."""
         lists = [path for path in matching(tree, "CMakeLists.txt") if "/" in path]
         folders = {posixpath.dirname(path) for path in focus}
@@ -72,7 +83,7 @@ class CMakeRecipe:
         tests = [path for path in lists if re.search(r"(?:^|/)tests?/", path)]
         chosen = (near or tests or ["CMakeLists.txt"])[0]
         is_gtest = _parser(tree) == "gtest"
-        return (_gtest_canaries if is_gtest else _ctest_canaries)(tree, chosen, focus, tag)
+        return (_gtest_canaries if is_gtest else _ctest_canaries)(tree, chosen, focus, draw)
 
 
 def _options(tree: FileTree) -> list[tuple[str, str]]:
@@ -112,7 +123,7 @@ def _append(tree: FileTree, path: str, text: str) -> dict[str, TreeFile]:
     return {path: text_file(f"{text_of(tree, path)}\n{text}")}
 
 
-def _gtest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) -> Canaries:
+def _gtest_canaries(tree: FileTree, lists: str, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
     text = text_of(tree, lists)
     names = (
         "|".join(re.escape(posixpath.basename(path)) for path in focus if path in tree) or r"\w+"
@@ -126,18 +137,22 @@ def _gtest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) 
     in_folder = [path for path in focus if path in tree and posixpath.dirname(path) == folder]
     near = next((path for path in in_folder if path.endswith(_SOURCE_ENDS)), "")
     lines = ["#include <gtest/gtest.h>", *_plain_includes(text_of(tree, near))]
-    lines.append(f"TEST(A{tag}, passes) {{ EXPECT_TRUE(true); }}")
-    lines += [f"TEST(Z{tag}, {name}) {{ {body}; }}" for name, body in GTEST.items()]
+    passing, failing = draw.word("a").capitalize(), draw.word("z").capitalize()
+    for suite, forms in ((passing, {"holds": "EXPECT_EQ(1, 1)"}), (failing, GTEST)):
+        tests = draw.statements(forms)
+        lines += [f"TEST({suite}, {name}) {{ {body}; }}" for name, body in tests.items()]
     source = "\n".join([*lines, ""])
-    files = _append(tree, lists, f"target_sources({programs[0]} PRIVATE t{tag}.cpp)\n")
-    path = posixpath.join(posixpath.dirname(lists), f"t{tag}.cpp")
-    variant_files, variants = plant_variants(tree, focus, "cpp")
+    name = f"{draw.word()}.cpp"
+    files = _append(tree, lists, f"target_sources({programs[0]} PRIVATE {name})\n")
+    path = posixpath.join(posixpath.dirname(lists), name)
+    variants = plant_token_variants(tree, focus, "cpp", draw)
     return Canaries(
         files={**files, path: text_file(source)},
-        passing=f"A{tag}::",
-        failing=f"Z{tag}::",
-        variant_files=variant_files,
-        variants=variants,
+        passing=f"{passing}::",
+        failing=f"{failing}::",
+        variant_files=variants.files,
+        variants=variants.names,
+        swaps=variants.swaps,
     )
 
 
@@ -153,20 +168,33 @@ def _plain_includes(text: str) -> list[str]:
     return lines
 
 
-def _ctest_canaries(tree: FileTree, lists: str, focus: Sequence[str], tag: str) -> Canaries:
+def _ctest_canaries(tree: FileTree, lists: str, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
     libraries = _LIBRARY.findall(text_of(tree, "CMakeLists.txt"))
-    names = f"a{tag}", f"z{tag}"
+    names = draw.word("a"), draw.word("z")
     text = "".join(_ctest_program(name, libraries) for name in names)
     folder = posixpath.dirname(lists)
+    codes = 0, draw.random.randint(1, 99)
     sources = {
-        posixpath.join(folder, f"{name}.c"): text_file(f"int main(void) {{ return {code}; }}\n")
-        for name, code in zip(names, (0, 1))
+        posixpath.join(folder, f"{name}.c"): text_file(_program_with(code, draw))
+        for name, code in zip(names, codes)
     }
+    files = {**_append(tree, lists, text), **sources}
+    variants = plant_program_variants(with_changes(tree, files), focus, draw)
     return Canaries(
-        files={**_append(tree, lists, text), **sources},
+        files=files,
         passing=f"ctest::{names[0]}",
         failing=f"ctest::{names[1]}",
+        variant_files=variants.files,
+        variants=variants.names,
+        swaps=variants.swaps,
     )
+
+
+def _program_with(code: int, draw: CanaryDraw) -> str:
+    """Returns a program that ends with a code, in one of several forms."""
+    one, two = sorted(draw.random.sample(range(1000), 2))
+    form = draw.random.choice(_PROGRAMS).format(code=code, one=one, two=two)
+    return f"#include <stdlib.h>\n\nint main(void) {{ {form} }}\n"
 
 
 def _ctest_program(name: str, libraries: Sequence[str]) -> str:

@@ -56,6 +56,14 @@ GTEST: Mapping[str, str] = {
     "differs": "EXPECT_NE(1, 1)",
     "texts": 'EXPECT_STREQ("a", "b")',
 }
+PHPUNIT: Mapping[str, str] = {
+    "same": "assertSame(1, 2)",
+    "equal": "assertEquals(1, 2)",
+    "holds": "assertTrue(false)",
+    "holdsNot": "assertFalse(true)",
+    "isNull": "assertNull(1)",
+    "counts": "assertCount(1, [])",
+}
 MINITEST: Mapping[str, str] = {
     "equal": "assert_equal(1, 2)",
     "holds": "assert(false)",

@@ -15,8 +15,16 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
-from glm5_jax.envs.swe.recipes.token_variants import plant_variants
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
+from glm5_jax.envs.swe.recipes.token_variants import plant_token_variants
 
+# Statements that fail a test.
+_FAILURES = (
+    "if {one} != {two} {{ t.Fail() }}",
+    't.Errorf("%d is not %d", {one}, {two})',
+    "t.FailNow()",
+    "if got := {one}; got != {two} {{ t.Fatal(got) }}",
+)
 _REQUIRE = re.compile(r"^\s*(?:require\s+)?([\w.-]+\.\w+/\S+) v\S+", re.MULTILINE)
 
 
@@ -56,21 +64,24 @@ class GoRecipe:
             per_test_cmd="go test -count=1 -run '^{name}$' ./...",
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns a test file in the package of the first one in focus."""
         near = first_focus(focus, matching(tree, "*_test.go"), "Go")
         package = re.search(r"^package (\w+)", text_of(tree, near), re.MULTILINE)
-        word = tag.capitalize()
+        passing, failing = draw.word("a").capitalize(), draw.word("z").capitalize()
+        one, two = draw.random.sample(range(1000), 2)
+        failure = draw.random.choice(_FAILURES).format(one=one, two=two)
         source = (
             f'package {package[1] if package else "main"}\n\nimport "testing"\n\n'
-            f"func TestA{word}(t *testing.T) {{}}\n\nfunc TestZ{word}(t *testing.T) {{ t.Fail() }}\n"
+            f"func Test{passing}(t *testing.T) {{}}\n\nfunc Test{failing}(t *testing.T) {{ {failure} }}\n"
         )
-        path = posixpath.join(posixpath.dirname(near), f"t{tag}_test.go")
-        variant_files, variants = plant_variants(tree, focus, "go")
+        path = posixpath.join(posixpath.dirname(near), f"{draw.word()}_test.go")
+        variants = plant_token_variants(tree, focus, "go", draw)
         return Canaries(
             files={path: text_file(source)},
-            passing=f"TestA{word}",
-            failing=f"TestZ{word}",
-            variant_files=variant_files,
-            variants=variants,
+            passing=f"Test{passing}",
+            failing=f"Test{failing}",
+            variant_files=variants.files,
+            variants=variants.names,
+            swaps=variants.swaps,
         )

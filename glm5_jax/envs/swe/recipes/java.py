@@ -20,7 +20,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
-from glm5_jax.envs.swe.recipes.token_variants import plant_variants
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
+from glm5_jax.envs.swe.recipes.token_variants import plant_token_variants
 
 _JARS = pathlib.Path("/usr/share/java")
 _ALWAYS = (
@@ -98,32 +99,33 @@ class JavaRecipe:
             per_test_cmd=f"{java} --include-classname '{{name}}'",
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns two test classes in the package of the first one in focus."""
         near = first_focus(focus, matching(tree, *_TEST_NAMES), "Java")
         folder, text = posixpath.dirname(near), text_of(tree, near)
         package = re.search(r"^package [\w.]+;", text, re.MULTILINE)
         annotation = "org.junit.jupiter.api" if "org.junit.jupiter" in text else "org.junit"
-        names = f"A{tag}Test", f"Z{tag}Test"
+        names = f"{draw.word('a').capitalize()}Test", f"{draw.word('z').capitalize()}Test"
         asserts = f"{annotation}.Assertions" if "jupiter" in annotation else f"{annotation}.Assert"
-        bodies = {"holds": "assertTrue(true)"}, JAVA
+        bodies = ({"holds": "assertTrue(true)"}, JAVA)
         files = {}
         for name, tests in zip(names, bodies):
             methods = "".join(
                 f"    @{annotation}.Test\n    public void {test}() {{ {asserts}.{body}; }}\n"
-                for test, body in tests.items()
+                for test, body in draw.statements(tests).items()
             )
             source = f"{package[0] if package else ''}\npublic class {name} {{\n{methods}}}\n"
             files[posixpath.join(folder, f"{name}.java")] = text_file(source)
         listed = "".join(f"{path}\n" for path in files)
-        files[f"{RECIPE_FOLDER}/{tag}.txt"] = text_file(listed)
-        variant_files, variants = plant_variants(tree, focus, "java")
+        files[f"{RECIPE_FOLDER}/{draw.word()}.txt"] = text_file(listed)
+        variants = plant_token_variants(tree, focus, "java", draw)
         return Canaries(
             files=files,
             passing=names[0],
             failing=names[1],
-            variant_files=variant_files,
-            variants=variants,
+            variant_files=variants.files,
+            variants=variants.names,
+            swaps=variants.swaps,
         )
 
 

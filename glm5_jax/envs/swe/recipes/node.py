@@ -21,7 +21,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     first_focus,
     text_of,
 )
-from glm5_jax.envs.swe.recipes.token_variants import plant_variants
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
+from glm5_jax.envs.swe.recipes.token_variants import plant_token_variants
 
 _MODULES = "/tools/node/node_modules"
 _LINK = TreeFile(stat.S_IFLNK | 0o777, _MODULES.encode())
@@ -69,11 +70,11 @@ class JavaScriptRecipe:
             variables={"npm_config_offline": "true", "NODE_PATH": _MODULES},
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns two test files next to the first one in focus."""
         near = first_focus(focus, _tests(tree), "JavaScript")
         _, pattern = _test_files(tree)
-        runner, names = _runner(tree), (f"a{tag}", f"z{tag}")
+        runner, names = _runner(tree), (draw.word("a"), draw.word("z"))
         uses_chai = bool(re.search(r"""['"]chai['"]""", text_of(tree, near)))
         bodies = {"holds": ""}, failing_javascript(runner, uses_chai)
         files = {}
@@ -82,14 +83,15 @@ class JavaScriptRecipe:
             is_module = path.endswith(".mjs") or _package(tree).get("type") == "module"
             is_module = is_module and not path.endswith(".cjs")
             head = _js_imports(runner, uses_chai, is_module)
-            files[path] = text_file(head + _js_tests(runner, name, tests))
-        variant_files, variants = plant_variants(tree, focus, "javascript")
+            files[path] = text_file(head + _js_tests(runner, name, draw.statements(tests)))
+        variants = plant_token_variants(tree, focus, "javascript", draw)
         return Canaries(
             files=files,
             passing=names[0],
             failing=names[1],
-            variant_files=variant_files,
-            variants=variants,
+            variant_files=variants.files,
+            variants=variants.names,
+            swaps=variants.swaps,
         )
 
 
@@ -131,27 +133,32 @@ class TypeScriptRecipe:
             variables={"npm_config_offline": "true"},
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns two test files next to the first one in focus."""
         near = first_focus(focus, _typescript_tests(tree), "TypeScript")
-        names = f"a{tag}", f"z{tag}"
+        names = draw.word("a"), draw.word("z")
         bodies = {"toBe": "expect(1).toBe(1)"}, failing_javascript("vitest", uses_chai=False)
         head = "import { expect, test } from 'vitest';\n"
         files = {
             posixpath.join(posixpath.dirname(near), f"{name}.test.ts"): text_file(
-                head + "".join(f"test('{name} {k}', () => {{ {v}; }});\n" for k, v in tests.items())
+                head
+                + "".join(
+                    f"test('{name} {k}', () => {{ {v}; }});\n"
+                    for k, v in draw.statements(tests).items()
+                )
             )
             for name, tests in zip(names, bodies)
         }
         listed = "".join(f"{path}\n" for path in files)
-        files[f"{RECIPE_FOLDER}/{tag}.txt"] = text_file(listed)
-        variant_files, variants = plant_variants(tree, focus, "typescript")
+        files[f"{RECIPE_FOLDER}/{draw.word()}.txt"] = text_file(listed)
+        variants = plant_token_variants(tree, focus, "typescript", draw)
         return Canaries(
             files=files,
             passing=names[0],
             failing=names[1],
-            variant_files=variant_files,
-            variants=variants,
+            variant_files=variants.files,
+            variants=variants.names,
+            swaps=variants.swaps,
         )
 
 

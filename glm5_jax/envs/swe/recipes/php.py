@@ -6,6 +6,7 @@ import posixpath
 from collections.abc import Mapping, Sequence
 
 from glm5_jax.envs.swe.file_tree import FileTree, text_file
+from glm5_jax.envs.swe.recipes.failing_assertions import PHPUNIT
 from glm5_jax.envs.swe.recipes.plan import (
     RECIPE_FOLDER,
     RESULTS,
@@ -18,7 +19,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
-from glm5_jax.envs.swe.recipes.token_variants import plant_variants
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
+from glm5_jax.envs.swe.recipes.token_variants import plant_token_variants
 
 _DPKG_LISTS = pathlib.Path("/var/lib/dpkg/info")
 _DEBIAN_CLASSES = "/usr/share/php"
@@ -73,25 +75,28 @@ class PhpRecipe:
             per_test_cmd=f"phpunit --no-configuration --bootstrap {bootstrap} --filter {{name}} {root}",
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns two test classes next to the first one in focus."""
         folder = posixpath.dirname(first_focus(focus, matching(tree, "*Test.php"), "PHP"))
-        names = f"A{tag}", f"Z{tag}"
-        text = (
-            "<?php\nfinal class {0}Test extends \\PHPUnit\\Framework\\TestCase\n{{\n"
-            "    public function testIt(): void {{ $this->assertSame(1, {1}); }}\n}}\n"
+        names = draw.word("a").capitalize(), draw.word("z").capitalize()
+        text = "<?php\nfinal class {0}Test extends \\PHPUnit\\Framework\\TestCase\n{{\n{1}}}\n"
+        method = "    public function test{0}(): void {{ $this->{1}; }}\n"
+        bodies = (
+            "".join(method.format(*test) for test in draw.statements(forms).items())
+            for forms in ({"same": "assertSame(1, 1)"}, PHPUNIT)
         )
         files = {
-            posixpath.join(folder, f"{name}Test.php"): text_file(text.format(name, value))
-            for name, value in zip(names, (1, 2))
+            posixpath.join(folder, f"{name}Test.php"): text_file(text.format(name, body))
+            for name, body in zip(names, bodies)
         }
-        variant_files, variants = plant_variants(tree, focus, "php")
+        variants = plant_token_variants(tree, focus, "php", draw)
         return Canaries(
             files=files,
             passing=f"{names[0]}Test",
             failing=f"{names[1]}Test",
-            variant_files=variant_files,
-            variants=variants,
+            variant_files=variants.files,
+            variants=variants.names,
+            swaps=variants.swaps,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from glm5_jax.envs.swe.file_tree import FileTree, TreeFile
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
 
 WORKDIR = "/testbed"
 RESULTS = "/results"
@@ -59,7 +60,8 @@ class Canaries:
       files: files to write into the tree.
       variant_files: files that hold the variants.
       passing, failing: words that only the names of the tests that pass, and of those that fail, contain.
-      variants: names of tests like those in focus that must fail, because they expect another value.
+      variants: ends of names of tests like those in focus that must fail, because they expect another value.
+      swaps: pairs of a name and of another that stands for it: results under both change places.
     """
 
     files: Mapping[str, TreeFile]
@@ -67,6 +69,7 @@ class Canaries:
     failing: str
     variant_files: Mapping[str, TreeFile] = dataclasses.field(default_factory=dict)
     variants: tuple[str, ...] = ()
+    swaps: tuple[tuple[str, str], ...] = ()
 
 
 class ProjectRecipe(Protocol):
@@ -91,8 +94,8 @@ class ProjectRecipe(Protocol):
         """
         ...
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
-        """Returns tests to plant; `tag` is a random word of lower-case letters, which their names contain."""
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
+        """Returns tests to plant, whose names and values are drawn."""
         ...
 
 

@@ -1,8 +1,6 @@
 """Recipe for Python projects with pytest or unittest tests, which pytest runs."""
 
 import posixpath
-import re
-import secrets
 from collections.abc import Sequence
 
 from glm5_jax.envs.swe.file_tree import FileTree, text_file
@@ -15,9 +13,9 @@ from glm5_jax.envs.swe.recipes.plan import (
     RecipeError,
     first_focus,
     matching,
-    text_of,
 )
-from glm5_jax.envs.swe.recipes.python_variants import make_variant
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw, plant_variants
+from glm5_jax.envs.swe.recipes.python_variants import find_python_sites
 
 PYTEST_FOLDER = "/tools/python"  # pytest and what it needs, in the layer of tools
 _PATTERNS = ("test_*.py", "*_test.py")
@@ -65,33 +63,31 @@ class PythonRecipe:
             per_test_cmd="python3 -m pytest -q -p no:cacheprovider -o addopts= {name}",
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns test modules next to the first one in focus, and a variant of a test in focus."""
         tests = matching(tree, *_PATTERNS)
         folder = posixpath.dirname(first_focus(focus, tests, "Python"))
+        passing, failing = (f"test_{draw.word(letter)}" for letter in "az")
         methods = "".join(
-            f"\n    def test_{name}(self):\n        {body}\n" for name, body in PYTHON.items()
+            f"\n    def test_{name}(self):\n        {body}\n"
+            for name, body in draw.statements(PYTHON).items()
         )
+        one, two = draw.random.sample(range(1000), 2)
         texts = {
-            f"test_a{tag}.py": f"def test_a{tag}():\n    assert True\n",
-            f"test_z{tag}.py": f"import unittest\n\n\ndef test_z{tag}():\n    assert 1 == 2\n\n\n"
-            f"class Test{tag.capitalize()}(unittest.TestCase):{methods}",
+            f"{passing}.py": f"def {passing}():\n    assert {one} == {one}\n",
+            f"{failing}.py": f"import unittest\n\n\ndef {failing}():\n    assert {one} == {two}\n\n\n"
+            f"class Test{draw.word().capitalize()}(unittest.TestCase):{methods}",
         }
         files = {posixpath.join(folder, name): text_file(text) for name, text in texts.items()}
-        variants, variant_files = [], {}
-        for path in focus:
-            variant = make_variant(text_of(tree, path)) if path in tests else None
-            if variant is not None:
-                stem = _variant_stem(tree, path)
-                place = posixpath.join(posixpath.dirname(path), f"{stem}.py")
-                variant_files[place] = text_file(variant.text)
-                variants.append(f"{stem}{'.' if '::' in variant.name else '::'}{variant.name}")
+        focused = [path for path in focus if path in tests]
+        variants = plant_variants(tree, focused, draw, find_python_sites)
         return Canaries(
             files=files,
-            passing=f"test_a{tag}",
-            failing=f"test_z{tag}",
-            variant_files=variant_files,
-            variants=tuple(variants),
+            passing=passing,
+            failing=failing,
+            variant_files=variants.files,
+            variants=variants.names,
+            swaps=variants.swaps,
         )
 
 
@@ -101,25 +97,6 @@ def _root(path: str) -> str:
     if not slash:
         return path
     return posixpath.join(*path.split("/")[:2]) if first == "src" else first
-
-
-def _variant_stem(tree: FileTree, path: str) -> str:
-    """Returns a new name next to a test module, made of words of the project."""
-    stem = posixpath.basename(path).removesuffix(".py")
-    known = {posixpath.basename(other) for other in tree}
-    names = set(
-        re.findall(
-            r"\bdef ([a-z]+(?:_[a-z]+)*)\b",
-            "\n".join(text_of(tree, p) for p in tree if p.endswith(".py")),
-        )
-    )
-    words = sorted({name.removeprefix("test_") for name in names} | {"cases", "more", "basic"})
-    while True:
-        word = secrets.choice(words)
-        new = f"{word}_{stem}" if stem.endswith("_test") else f"{stem}_{word}"
-        if f"{new}.py" not in known:
-            return new
-        words.append(f"{word}_{secrets.choice(words)}")
 
 
 def _has_src(tree: FileTree) -> bool:

@@ -1,4 +1,4 @@
-"""Makes a variant of a test in Python that must fail: it expects another value.
+"""Finds the values that tests in Python expect, so that variants of them can expect others (`planting`).
 
 Code under test can make tests pass that check it: an object that equals everything, or a change of pytest's own functions that
 leaves planted tests with odd names as they are. It makes the variant pass too, which is a test like all others of its file
@@ -6,61 +6,65 @@ but for one expected value.
 """
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+
+from glm5_jax.envs.swe.recipes.planting import TestSite, ValueChange, can_vary
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_HEAD = re.compile(rb"(?:async[ \t]+)?def[ \t]+(\w+)")
+_EQUALITIES = {"assertEqual", "assertEquals"}
+_OPPOSITES = {
+    "assertEqual": b"assertNotEqual",
+    "assertTrue": b"assertFalse",
+    "assertFalse": b"assertTrue",
+    "assertIn": b"assertNotIn",
+    "assertIsNone": b"assertIsNotNone",
+}
 
 
-class Variant(NamedTuple):
-    """Variant of a test.
-
-    Attributes:
-      text: source of a module with this test as its only one.
-      name: `Class::name` of the test.
-    """
-
-    text: str
-    name: str
-
-
-def make_variant(text: str) -> Variant | None:
-    """Returns a variant of the first suitable test of a module; None if there is none, or the text is no Python.
+def find_python_sites(source: bytes) -> list[TestSite]:
+    """Returns the suitable tests of a module; none if the text is no Python.
 
     Suitable is a test without decorators that compares two values for equality in a statement of its own, so that a test
     which passes has made the comparison.
     """
     try:
-        module = ast.parse(text)
+        module = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return None
-    for owner, test in _tests(module):
-        if not test.decorator_list and any(map(_expect_another, _checks(test))):
-            _keep_only(module, test)
-            name = f"{owner.name}::{test.name}" if isinstance(owner, ast.ClassDef) else test.name
-            return Variant(f"{ast.unparse(module)}\n", name)
-    return None
+        return []
+    lines = [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    sites = []
+    for test in _tests(module):
+        start = lines[test.lineno - 1] + test.col_offset
+        head = _HEAD.match(source, start)
+        changes = [change for check in _checks(test) for change in _changes(check, source, lines)]
+        begin = lines[test.lineno - 1]
+        if head and changes and not test.decorator_list and not source[begin:start].strip():
+            end = _span(test, lines)[1]
+            sites.append(TestSite(begin, end, *head.span(1), "_", tuple(changes)))
+    return sites
 
 
-def _tests(module: ast.Module) -> Iterator[tuple[ast.Module | ast.ClassDef, _Function]]:
-    """Yields the tests of a module, each with its class or the module."""
+def _tests(module: ast.Module) -> Iterator[_Function]:
+    """Yields the tests of a module and of its classes."""
     owners: Sequence[ast.Module | ast.ClassDef] = [module, *_classes(module)]
     for owner in owners:
         for node in owner.body:
             if isinstance(node, _Function) and node.name.startswith("test"):
-                yield owner, node
+                yield node
 
 
 def _classes(module: ast.Module) -> list[ast.ClassDef]:
-    return [
-        node for node in module.body if isinstance(node, ast.ClassDef) and not node.decorator_list
-    ]
+    return [node for node in module.body if isinstance(node, ast.ClassDef)]
 
 
 def _checks(test: _Function) -> list[ast.expr]:
-    """Returns what the statements of a test check that are in no block, last first."""
+    """Returns what the statements of a test check that are in no block."""
     checks = []
-    for node in reversed(test.body):
+    for node in test.body:
         if isinstance(node, ast.Assert):
             checks.append(node.test)
         elif isinstance(node, ast.Expr):
@@ -68,44 +72,45 @@ def _checks(test: _Function) -> list[ast.expr]:
     return checks
 
 
-def _expect_another(check: ast.expr) -> bool:
-    """Changes a comparison for equality, so that equal values differ; returns whether it is one."""
+def _changes(check: ast.expr, source: bytes, lines: Sequence[int]) -> list[ValueChange]:
+    """Returns what can be replaced in a comparison for equality, and the opposites of some others."""
     if isinstance(check, ast.Compare) and [type(op) for op in check.ops] == [ast.Eq]:
-        check.comparators[0] = _another(check.comparators[0])
-        return True
-    name = (
-        check.func.attr
-        if isinstance(check, ast.Call) and isinstance(check.func, ast.Attribute)
-        else ""
-    )
-    if (
-        name in ("assertEqual", "assertEquals")
-        and isinstance(check, ast.Call)
-        and len(check.args) >= 2
-    ):
-        check.args[1] = _another(check.args[1])
-        return True
-    return False
-
-
-def _another(value: ast.expr) -> ast.expr:
-    """Returns an expression whose value is not equal to that of another."""
-    number = value.value if isinstance(value, ast.Constant) else None
-    if isinstance(number, int | float) and not isinstance(number, bool):
-        return ast.Constant(number + 1)
-    if isinstance(value, ast.Constant) and type(value.value) is str:
-        return ast.Constant(value.value + "s")
-    if isinstance(value, ast.List | ast.Tuple) and isinstance(value.ctx, ast.Load):
-        return type(value)([*value.elts, ast.Constant(0)], value.ctx)
-    return ast.Tuple([value, ast.Constant(0)], ast.Load())
-
-
-def _keep_only(module: ast.Module, test: _Function) -> None:
-    """Removes all other tests of a module."""
-    for owner in [module, *_classes(module)]:
-        others = [
-            node
-            for node in owner.body
-            if isinstance(node, _Function) and node.name.startswith("test") and node is not test
+        left, right = check.left, check.comparators[0]
+        between = _span(left, lines)[1], _span(right, lines)[0]
+        place = source.find(b"==", *between)
+        return _value_changes([left, right], source, lines) or [
+            ValueChange(place, place + 2, b"!=")
         ]
-        owner.body = [node for node in owner.body if node not in others] or [ast.Pass()]
+    if not isinstance(check, ast.Call) or not isinstance(check.func, ast.Attribute):
+        return []
+    name = check.func.attr
+    values = _value_changes(check.args[:2], source, lines) if name in _EQUALITIES else []
+    if values or name not in _OPPOSITES:
+        return values
+    end = _span(check.func, lines)[1]
+    return [ValueChange(end - len(name), end, _OPPOSITES[name])]
+
+
+def _value_changes(
+    sides: Sequence[ast.expr], source: bytes, lines: Sequence[int]
+) -> list[ValueChange]:
+    """Returns the numbers and texts of the one side that consists of nothing else."""
+    literal = [side for side in sides if _is_literal(side)]
+    if len(sides) != 2 or len(literal) != 1:
+        return []
+    constants = [node for node in ast.walk(literal[0]) if isinstance(node, ast.Constant)]
+    spans = [_span(node, lines) for node in constants if not isinstance(node.value, bool)]
+    return [ValueChange(*span) for span in spans if can_vary(source[span[0] : span[1]])]
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _span(node: ast.expr | _Function, lines: Sequence[int]) -> tuple[int, int]:
+    end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
+    return lines[node.lineno - 1] + node.col_offset, lines[end_line - 1] + end_column

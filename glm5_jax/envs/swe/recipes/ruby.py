@@ -17,7 +17,8 @@ from glm5_jax.envs.swe.recipes.plan import (
     matching,
     text_of,
 )
-from glm5_jax.envs.swe.recipes.token_variants import plant_variants
+from glm5_jax.envs.swe.recipes.planting import CanaryDraw
+from glm5_jax.envs.swe.recipes.token_variants import plant_token_variants
 
 _REQUIRE = re.compile(r"^require ['\"]([\w/-]+)['\"]", re.MULTILINE)
 _LIBRARIES = pathlib.Path("/usr/lib/ruby")
@@ -70,32 +71,35 @@ class RubyRecipe:
             per_test_cmd="ruby -Ilib -Itest {name}",
         )
 
-    def canaries(self, tree: FileTree, focus: Sequence[str], tag: str) -> Canaries:
+    def canaries(self, tree: FileTree, focus: Sequence[str], draw: CanaryDraw) -> Canaries:
         """Returns two test files next to the first one in focus."""
         specs = matching(tree, "*_spec.rb")
         near = first_focus(focus, specs or matching(tree, *_MINITEST), "Ruby")
         folder = posixpath.dirname(near)
-        words = f"A{tag}", f"Z{tag}"
+        words = draw.word("a").capitalize(), draw.word("z").capitalize()
         if specs:
-            names = f"a{tag}_spec.rb", f"z{tag}_spec.rb"
+            names = (f"{word.lower()}_spec.rb" for word in words)
             head, line = "RSpec.describe('{}') do\n", "  it('{}') {{ {} }}\n"
             bodies = {"eq": "expect(1).to eq(1)"}, RSPEC
         else:
-            names = f"test_a{tag}.rb", f"test_z{tag}.rb"
+            names = (f"test_{word.lower()}.rb" for word in words)
             head = "require 'minitest/autorun'\nclass {} < Minitest::Test\n"
             line = "  def test_{}; {}; end\n"
             bodies = {"equal": "assert_equal(1, 1)"}, MINITEST
         files = {}
         for name, word, tests in zip(names, words, bodies):
-            lines = "".join(line.format(test, body) for test, body in tests.items())
+            lines = "".join(
+                line.format(test, body) for test, body in draw.statements(tests).items()
+            )
             files[posixpath.join(folder, name)] = text_file(f"{head.format(word)}{lines}end\n")
-        variant_files, variants = plant_variants(tree, focus, "ruby")
+        variants = plant_token_variants(tree, focus, "ruby", draw)
         return Canaries(
             files=files,
             passing=words[0],
             failing=words[1],
-            variant_files=variant_files,
-            variants=variants,
+            variant_files=variants.files,
+            variants=variants.names,
+            swaps=variants.swaps,
         )
 
 

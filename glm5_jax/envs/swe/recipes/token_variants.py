@@ -1,37 +1,37 @@
-"""Makes a variant of a test in languages other than Python: a copy next to it that must fail, because it expects another value.
+"""Finds the values that tests in languages other than Python expect, so that variants of them can expect others (`planting`).
 
-Code under test can write the whole report itself, with the planted tests as they are, since it finds them by their names. A
-variant has a name like the others, in the file of the others. A forged report that makes tests of the instance pass makes it
-pass too. `python_variants` does the same in Python.
+Suitable is a test with an assertion on its outermost level, so that a test that passes has made it. `python_variants` does the
+same in Python.
 """
 
 import re
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from glm5_jax.envs.swe.file_tree import FileTree, TreeFile
+from glm5_jax.envs.swe.file_tree import FileTree
 from glm5_jax.envs.swe.mutations.tokens import SourceToken, split_tokens
 from glm5_jax.envs.swe.paths import language_of
+from glm5_jax.envs.swe.recipes.planting import (
+    CanaryDraw,
+    PlantedVariants,
+    TestSite,
+    ValueChange,
+    can_vary,
+    plant_variants,
+)
 
 _CLOSING = {b"(": b")", b"[": b"]", b"{": b"}"}
 _OPENS, _CLOSES = set(_CLOSING), set(_CLOSING.values())
-# Assertions with an expected value, and the index of the argument that is it.
-_EQUALITIES = {
-    b"assertEquals": 0,
-    b"assertSame": 0,
-    b"assertEqual": 0,
-    b"EXPECT_EQ": 1,
-    b"ASSERT_EQ": 1,
-    b"EXPECT_STREQ": 1,
-    b"equal": 1,
-    b"strictEqual": 1,
-    b"deepEqual": 1,
-    b"toBe": 0,
-    b"toEqual": 0,
-    b"toStrictEqual": 0,
-    b"eq": 0,
-}
+# Assertions that two values are equal, or that the value of an object made before is equal to one.
+_EQUALITIES = re.compile(
+    rb"assertEquals?|assertSame|(?:EXPECT|ASSERT)_(?:STR)?EQ|equal|strictEqual|deepEqual|deepStrictEqual"
+    rb"|TEST_ASSERT_EQUAL\w*|ck_assert_(?:int|uint|str|float|double)_eq|assert_(?:int|string)_equal|CU_ASSERT_(?:STRING_)?EQUAL"
+)
+_EQUALITIES_OF_ONE = {b"toBe", b"toEqual", b"toStrictEqual", b"eq", b"equal", b"eql"}
+# Assertions that a comparison holds.
+_TRUTHS = re.compile(
+    rb"assert|ok|assertTrue|(?:EXPECT|ASSERT)_TRUE|TEST_ASSERT(?:_TRUE)?|ck_assert|assert_true|CU_ASSERT(?:_TRUE)?|CHECK|REQUIRE"
+)
 _OPPOSITES = {
     b"assertTrue": b"assertFalse",
     b"assertFalse": b"assertTrue",
@@ -44,24 +44,12 @@ _OPPOSITES = {
     b"toBeTruthy": b"toBeFalsy",
     b"toBeFalsy": b"toBeTruthy",
 }
-_MAX_FILES = 3
+_OF_LITERALS = {b"[", b"]", b"{", b"}", b",", b"-", b":"}
 _RUBY_TEST = re.compile(rb"^([ \t]*)(?:def (test_\w+)|(?:it|specify) (['\"])((?:\\.|(?!\3).)*)\3 do)[ \t]*\n", re.M)  # fmt: skip
-_RUBY_LITERAL = re.compile(rb"^([ \t]*(?:assert_equal[ (]|.*\.to eq[ (]))([ \t]*)(\d+|(['\"])(?:(?!\4)[^\\\n])*\4)", re.M)  # fmt: skip
+_RUBY_LITERAL = re.compile(rb"^([ \t]*)(?:assert_equal[ (]|.*\.to eql?[ (])[ \t]*\[?[ \t]*(\d+|(['\"])(?:(?!\3)[^\\\n])*\3)", re.M)  # fmt: skip
 
 
-class TokenVariant(NamedTuple):
-    """Variant of a test.
-
-    Attributes:
-      source: test file with the variant.
-      name: word or title that only the variant has.
-    """
-
-    source: bytes
-    name: str
-
-
-class _Block(NamedTuple):
+class TestBlock(NamedTuple):
     """Test in a source: the offsets of its text, the token of its name, and the indices of the tokens of its body."""
 
     start: int
@@ -71,93 +59,66 @@ class _Block(NamedTuple):
     last: int
 
 
-def plant_variants(
-    tree: FileTree, focus: Sequence[str], language: str
-) -> tuple[dict[str, TreeFile], tuple[str, ...]]:
-    """Returns test files in focus with a variant each, and the names of the variants."""
-    files, names = {}, []
-    for path in focus:
-        if path not in tree or language_of(path) != language or len(files) == _MAX_FILES:
-            continue
-        variant = make_token_variant(tree[path].content, language)
-        if variant is not None:
-            files[path] = TreeFile(tree[path].mode, variant.source)
-            names.append(variant.name)
-    return files, tuple(names)
+def plant_token_variants(
+    tree: FileTree, focus: Sequence[str], language: str, draw: CanaryDraw
+) -> PlantedVariants:
+    """Returns the test files in focus with variants of their tests."""
+    paths = [path for path in focus if language_of(path) == language]
+    return plant_variants(tree, paths, draw, lambda source: find_token_sites(source, language))
 
 
-def make_token_variant(source: bytes, language: str) -> TokenVariant | None:
-    """Returns a test file with a variant of its first suitable test; None if there is none.
-
-    Suitable is a test with an assertion on its outermost level that compares with a number or a text, or that a value is
-    true or null.
-    """
+def find_token_sites(source: bytes, language: str) -> list[TestSite]:
+    """Returns the suitable tests of a source."""
     if language == "ruby":
-        return _ruby_variant(source)
+        return _ruby_sites(source)
     tokens = split_tokens(source, language)
+    sites = []
     for block in _BLOCKS[language](tokens):
-        edit = _first_edit(tokens, block, language)
-        if edit is not None:
-            return _with_copy(source, tokens, block, edit)
-    return None
+        if changes := find_changes(tokens, block, language):
+            quotes = int(block.name.kind == "text")
+            start, end = block.name.start + quotes, block.name.end - quotes
+            joiner = " " if quotes else "_" if b"_" in block.name.text else None
+            sites.append(TestSite(block.start, block.end, start, end, joiner, tuple(changes)))
+    return sites
 
 
-def _with_copy(
-    source: bytes, tokens: Sequence[SourceToken], block: _Block, edit: tuple[SourceToken, bytes]
-) -> TokenVariant:
-    name = _new_name(source, block.name, tokens)
-    text = source
-    for token, new in sorted([edit, (block.name, name)], key=lambda e: -e[0].start):
-        text = text[: token.start] + new + text[token.end :]
-    growth = len(text) - len(source)
-    copy = text[block.start : block.end + growth]
-    changed = source[: block.end] + b"\n\n" + copy + source[block.end :]
-    return TokenVariant(changed, name.strip(b"'\"`").decode("utf-8", "replace"))
-
-
-def _new_name(source: bytes, name: SourceToken, tokens: Sequence[SourceToken]) -> bytes:
-    """Returns a name like another, with a word of the file at its end."""
-    words = sorted({t.text for t in tokens if t.kind == "word" and t.text.isalpha()} | {b"again"})
-    while True:
-        word = secrets.choice(words)
-        if name.kind == "text":
-            new = name.text[:-1] + b" " + word.lower() + name.text[-1:]
-        elif b"_" in name.text:
-            new = name.text + b"_" + word.lower()
-        else:
-            new = name.text + word[:1].upper() + word[1:]
-        if new.strip(b"'\"`") not in source:
-            return new
-        words.append(word + secrets.choice(words))
-
-
-def _first_edit(
-    tokens: Sequence[SourceToken], block: _Block, language: str
-) -> tuple[SourceToken, bytes] | None:
-    """Returns the token of the first assertion to change, and its new text."""
-    depth = 0
+def find_changes(
+    tokens: Sequence[SourceToken], block: TestBlock, language: str
+) -> list[ValueChange]:
+    """Returns the values that the assertions on the outermost level of a test expect; their opposites if there are none."""
+    depth, values, opposites = 0, [], []
     for index in range(block.first, block.last):
         token = tokens[index]
-        if depth == 0 and token.kind == "word" and tokens[index + 1].text == b"(":
-            if token.text in _OPPOSITES:
-                return token, _OPPOSITES[token.text]
-            if token.text in _EQUALITIES:
-                literal = _literal_argument(tokens, index + 1, _EQUALITIES[token.text])
-                if literal is not None:
-                    return literal, _another(literal)
-        if language == "go" and depth == 0 and token.text == b"!=":
-            after = tokens[index + 1]
-            if after.kind in ("number", "text") and tokens[index + 2].text == b"{":
-                return after, _another(after)
+        is_call = depth == 0 and token.kind == "word" and tokens[index + 1].text == b"("
+        if is_call:
+            values += _expected_values(tokens, index)
+        if is_call and token.text in _OPPOSITES:
+            opposites.append(ValueChange(token.start, token.end, _OPPOSITES[token.text]))
+        if depth == 0 and token.text == b"if" and language in ("go", "c", "cpp"):
+            stops = (b"{",) if language == "go" else (b"{", b";")
+            end = next((i for i in range(index, block.last) if tokens[i].text in stops), index)
+            values += _compared(tokens[index + 1 : end + 1], (b"!=",), b"&&")
         if token.kind == "op":
             depth += (token.text in _OPENS) - (token.text in _CLOSES)
-    return None
+    changes = [ValueChange(value.start, value.end) for value in values if can_vary(value.text)]
+    return changes or opposites
 
 
-def _literal_argument(
-    tokens: Sequence[SourceToken], opening: int, position: int
-) -> SourceToken | None:
-    """Returns the argument at a position of a call, if it is a number or a text alone."""
+def _expected_values(tokens: Sequence[SourceToken], index: int) -> list[SourceToken]:
+    """Returns the numbers and texts that a call compares for equality with something else."""
+    name, arguments = tokens[index].text, _arguments(tokens, index + 1)
+    if name in _EQUALITIES_OF_ONE and len(arguments) == 1:
+        return _literals(arguments[0])
+    if _EQUALITIES.fullmatch(name) and len(arguments) > 1:
+        pair = [_literals(argument) for argument in arguments[:2]]
+        # With three, JUnit 4 has its message first.
+        if name.startswith(b"assert") and len(arguments) > 2 and pair[0] and arguments[0][0].kind == "text":  # fmt: skip
+            return []
+        return (pair[0] or pair[1]) if not all(pair) else []
+    return _compared(arguments[0], (b"==", b"==="), b"||") if _TRUTHS.fullmatch(name) else []
+
+
+def _arguments(tokens: Sequence[SourceToken], opening: int) -> list[Sequence[SourceToken]]:
     depth, start, arguments = 0, opening + 1, []
     for index in range(opening, len(tokens)):
         text = tokens[index].text if tokens[index].kind == "op" else b""
@@ -167,21 +128,41 @@ def _literal_argument(
             start = index + 1
         if depth == 0:
             break
-    if position >= len(arguments) or len(arguments[position]) != 1:
-        return None
-    (token,) = arguments[position]
-    return token if token.kind in ("number", "text") else None
+    return arguments or [[]]
 
 
-def _another(token: SourceToken) -> bytes:
-    """Returns a literal with another value."""
-    if token.kind == "text":
-        return token.text[:-1] + b"s" + token.text[-1:]
-    match = re.fullmatch(rb"(\d+)(.*)", token.text)
-    return b"%d%s" % (int(match[1]) + 1, match[2]) if match else b"1" + token.text
+def _literals(argument: Sequence[SourceToken]) -> list[SourceToken]:
+    """Returns the numbers and texts of an argument that consists of nothing else."""
+    values = [token for token in argument if token.kind in ("number", "text")]
+    signs = [token for token in argument if token.kind not in ("number", "text")]
+    if len(argument) == 1 or all(sign.text in _OF_LITERALS for sign in signs):
+        return values
+    return []
 
 
-def _matching(tokens: Sequence[SourceToken], opening: int) -> int | None:
+def _compared(
+    tokens: Sequence[SourceToken], operators: tuple[bytes, ...], other: bytes
+) -> list[SourceToken]:
+    """Returns the number or text that a condition compares with; none if it has another part that can decide."""
+    if any(token.text in (other, b"?") for token in tokens):
+        return []
+    for index, token in enumerate(tokens):
+        if token.kind == "op" and token.text in operators:
+            before, after = tokens[:index], tokens[index + 1 :]
+            if before and before[-1].kind in ("number", "text") and _ends(before[-2:-1]):
+                return [before[-1]]
+            if after and after[0].kind in ("number", "text") and _ends(after[1:2]):
+                return [after[0]]
+    return []
+
+
+def _ends(tokens: Sequence[SourceToken]) -> bool:
+    """Returns whether an operand ends at this token."""
+    ends = (b"(", b")", b"{", b";", b",", b"&&", b"||")
+    return all(token.kind == "op" and token.text in ends for token in tokens)
+
+
+def matching_bracket(tokens: Sequence[SourceToken], opening: int) -> int | None:
     """Returns the index of the bracket that closes another."""
     depth = 0
     for index in range(opening, len(tokens)):
@@ -192,9 +173,9 @@ def _matching(tokens: Sequence[SourceToken], opening: int) -> int | None:
     return None
 
 
-def _function_blocks(
+def function_blocks(
     tokens: Sequence[SourceToken], heads: Sequence[bytes], prefix: bytes, empty: bool
-) -> Iterator[_Block]:
+) -> Iterator[TestBlock]:
     """Yields the functions whose name begins with a prefix, after one of some words.
 
     empty: whether they have no parameters.
@@ -205,13 +186,17 @@ def _function_blocks(
             continue
         if tokens[index + 1].text != b"(":
             continue
-        closing = _matching(tokens, index + 1)
+        closing = matching_bracket(tokens, index + 1)
         if closing is None or empty and closing != index + 2:
             continue
         body = next((i for i in range(closing, len(tokens)) if tokens[i].text in (b"{", b";")), None)  # fmt: skip
-        end = _matching(tokens, body) if body is not None and tokens[body].text == b"{" else None
+        end = (
+            matching_bracket(tokens, body)
+            if body is not None and tokens[body].text == b"{"
+            else None
+        )
         if body is not None and end is not None:
-            yield _Block(_line_start(tokens, index), tokens[end].end, name, body + 1, end)
+            yield TestBlock(_line_start(tokens, index), tokens[end].end, name, body + 1, end)
 
 
 def _line_start(tokens: Sequence[SourceToken], index: int) -> int:
@@ -221,16 +206,16 @@ def _line_start(tokens: Sequence[SourceToken], index: int) -> int:
     return tokens[index].start
 
 
-def _go_blocks(tokens: Sequence[SourceToken]) -> Iterator[_Block]:
-    return _function_blocks(tokens, (b"func",), b"Test", empty=False)
+def _go_blocks(tokens: Sequence[SourceToken]) -> Iterator[TestBlock]:
+    return function_blocks(tokens, (b"func",), b"Test", empty=False)
 
 
-def _php_blocks(tokens: Sequence[SourceToken]) -> Iterator[_Block]:
-    return _function_blocks(tokens, (b"function",), b"test", empty=True)
+def _php_blocks(tokens: Sequence[SourceToken]) -> Iterator[TestBlock]:
+    return function_blocks(tokens, (b"function",), b"test", empty=True)
 
 
-def _java_blocks(tokens: Sequence[SourceToken]) -> Iterator[_Block]:
-    for block in _function_blocks(tokens, (b"void",), b"", empty=True):
+def _java_blocks(tokens: Sequence[SourceToken]) -> Iterator[TestBlock]:
+    for block in function_blocks(tokens, (b"void",), b"", empty=True):
         index = tokens.index(block.name)
         above = next((i for i in range(index, 1, -1) if tokens[i].text in (b"}", b";", b"{")), 0)
         if [token.text for token in tokens[above + 1 : above + 3]] == [b"@", b"Test"]:
@@ -238,31 +223,54 @@ def _java_blocks(tokens: Sequence[SourceToken]) -> Iterator[_Block]:
                 yield block._replace(start=tokens[above + 1].start)
 
 
-def _gtest_blocks(tokens: Sequence[SourceToken]) -> Iterator[_Block]:
+def _gtest_blocks(tokens: Sequence[SourceToken]) -> Iterator[TestBlock]:
     for index in range(len(tokens) - 6):
         if tokens[index].text in (b"TEST", b"TEST_F") and tokens[index + 5].text == b")":
-            end = _matching(tokens, index + 6) if tokens[index + 6].text == b"{" else None
+            end = matching_bracket(tokens, index + 6) if tokens[index + 6].text == b"{" else None
             if end is not None:
                 name = tokens[index + 4]
-                yield _Block(tokens[index].start, tokens[end].end, name, index + 7, end)
+                yield TestBlock(tokens[index].start, tokens[end].end, name, index + 7, end)
 
 
-def _javascript_blocks(tokens: Sequence[SourceToken]) -> Iterator[_Block]:
+def _javascript_blocks(tokens: Sequence[SourceToken]) -> Iterator[TestBlock]:
     for index in range(len(tokens) - 4):
         if tokens[index].text not in (b"it", b"test") or tokens[index + 1].text != b"(":
             continue
-        title, end = tokens[index + 2], _matching(tokens, index + 1)
+        title, end = tokens[index + 2], matching_bracket(tokens, index + 1)
         if title.kind != "text" or end is None or b"${" in title.text:
             continue
         body = next((i for i in range(index + 3, end) if tokens[i].text == b"{"), None)
-        last = _matching(tokens, body) if body is not None else None
+        last = matching_bracket(tokens, body) if body is not None else None
         if body is not None and last is not None:
             has_semicolon = end + 1 < len(tokens) and tokens[end + 1].text == b";"
             stop = tokens[end + has_semicolon].end
-            yield _Block(tokens[index].start, stop, title, body + 1, last)
+            yield TestBlock(tokens[index].start, stop, title, body + 1, last)
 
 
+def _c_blocks(tokens: Sequence[SourceToken]) -> Iterator[TestBlock]:
+    """Yields main, the functions that it names, and the bodies of macros that define tests."""
+    functions = list(function_blocks(tokens, _C_TYPES, b"", empty=False))
+    called = {b"main"}
+    for index in range(len(tokens) - 1):
+        if tokens[index].text == b"main" and tokens[index + 1].text == b"(":
+            head = matching_bracket(tokens, index + 1) or index
+            end = matching_bracket(tokens, head + 1) if tokens[head + 1 : head + 2] else None
+            called |= {token.text for token in tokens[head : end or head]}
+    yield from (block for block in functions if block.name.text in called)
+    for index in range(len(tokens) - 4):
+        if tokens[index].text in _C_MACROS and tokens[index + 1].text == b"(":
+            closing = matching_bracket(tokens, index + 1)
+            if closing is not None and [token.text for token in tokens[closing + 1 : closing + 2]] == [b"{"]:  # fmt: skip
+                end = matching_bracket(tokens, closing + 1)
+                if end is not None:
+                    name = tokens[index + 2]
+                    yield TestBlock(tokens[index].start, tokens[end].end, name, closing + 2, end)
+
+
+_C_TYPES = (b"void", b"int", b"bool")
+_C_MACROS = {b"TEST_CASE", b"SCENARIO", b"START_TEST", b"Test", b"TEST"}
 _BLOCKS = {
+    "c": _c_blocks,
     "go": _go_blocks,
     "php": _php_blocks,
     "java": _java_blocks,
@@ -272,36 +280,22 @@ _BLOCKS = {
 }
 
 
-def _ruby_variant(source: bytes) -> TokenVariant | None:
-    """Returns the variant of a test of minitest or RSpec, whose end is at the indentation of its head."""
-    words = sorted(set(re.findall(rb"\b[a-z]{3,}\b", source)) | {b"again"})
+def _ruby_sites(source: bytes) -> list[TestSite]:
+    """Returns the tests of minitest and RSpec, whose end is at the indentation of their head."""
+    sites = []
     for match in _RUBY_TEST.finditer(source):
-        end = re.compile(rb"^" + match[1] + rb"end\b[^\n]*\n?", re.M).search(source, match.end())
+        end = re.compile(rb"^" + match[1] + rb"end\b", re.M).search(source, match.end())
         if end is None:
             continue
-        # Statements of the outermost level only.
-        inner = rb"^" + match[1] + rb"  (?=\S)"
-        literals = [
-            m
-            for m in _RUBY_LITERAL.finditer(source, match.end(), end.start())
-            if re.match(inner, source[m.start() : m.end()])
+        literals = _RUBY_LITERAL.finditer(source, match.end(), end.start())
+        changes = [
+            ValueChange(*literal.span(2))
+            for literal in literals
+            if literal[1] == match[1] + b"  " and can_vary(literal[2])  # on the outermost level
         ]
-        if not literals:
-            continue
-        literal = literals[-1]
-        value = SourceToken("text" if literal[3][-1:] in b"'\"" else "number", literal[3], *literal.span(3), 0)  # fmt: skip
-        old = match[2] or match[4]
-        name = _ruby_name(source, old, words, separator=b"_" if match[2] else b" ")
-        copy = source[match.start() : value.start] + _another(value) + source[value.end : end.end()]
-        copy = copy.replace(old, name, 1)
-        changed = source[: end.end()] + b"\n" + copy + source[end.end() :]
-        return TokenVariant(changed, name.decode("utf-8", "replace"))
-    return None
-
-
-def _ruby_name(source: bytes, old: bytes, words: list[bytes], separator: bytes) -> bytes:
-    while True:
-        name = old + separator + secrets.choice(words)
-        if name not in source:
-            return name
-        words.append(secrets.choice(words) + separator + secrets.choice(words))
+        if changes:
+            is_method = match[2] is not None
+            span = match.span(2 if is_method else 4)
+            joiner = "_" if is_method else " "
+            sites.append(TestSite(match.start(), end.end(), *span, joiner, tuple(changes)))
+    return sites

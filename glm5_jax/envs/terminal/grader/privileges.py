@@ -97,8 +97,10 @@ def leave_root(group=USER):
     os.environ.update(HOME=HOME, USER="agent", LOGNAME="agent")
 
 
-def close_folders(closed=CLOSED):
-    """Makes these top-level folders read-only for this process and all that it starts; returns False if unsupported.
+def close_folders(writes_reward=False):
+    """Makes top-level folders read-only for this process and all that it starts; returns False if unsupported.
+
+    Tests unpack archives of attempts, whose members can have any path. With `writes_reward` they can write below /logs.
 
     It can then also not signal or trace processes that are not restricted in the same way.
     """
@@ -111,6 +113,7 @@ def close_folders(closed=CLOSED):
     size = 24 if version >= 6 else 8
     rules = _libc.syscall(_CREATE_RULESET, attributes, size, 0)
     _check(rules)
+    closed = {*CLOSED} - ({"logs"} if writes_reward else set())
     for name in os.listdir("/"):
         if name in closed or name.startswith("lib") or os.path.islink("/" + name):
             continue

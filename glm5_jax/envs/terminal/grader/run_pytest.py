@@ -115,8 +115,7 @@ def _run_tests(args, paths, is_apart, send):
         "/logs" in path.read_text(errors="replace") for path in pathlib.Path("/tests").rglob("*.py")
     )
     privileges.keep_rights_of_this_process()
-    if not writes_itself:
-        privileges.close_folders()
+    privileges.close_folders(writes_reward=writes_itself)
     # Attempts' modules run elsewhere from here on.
     pytest = importlib.import_module("pytest")
     if is_apart:

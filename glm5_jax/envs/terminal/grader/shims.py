@@ -186,8 +186,7 @@ def _run_python(kind, what, text, is_own_judge):
     else:
         privileges.keep_rights_of_this_process()
         isolation.install()
-    if kind == "module" or "/logs" not in text:
-        privileges.close_folders()
+    privileges.close_folders(writes_reward=kind != "module" and "/logs" in text)
     if kind == "module":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     elif kind == "script":

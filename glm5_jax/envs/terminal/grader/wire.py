@@ -15,7 +15,15 @@ import sys
 import threading
 import types
 
-from .plain import ARITHMETIC, COMPARISONS, OPERANDS, PLAIN_MODULES, TEXTS, value_inside
+from .plain import (
+    ARITHMETIC,
+    COMPARISONS,
+    OPERANDS,
+    PLAIN_MODULES,
+    TEXTS,
+    is_method_of_mock,
+    value_inside,
+)
 
 _MAX_DEPTH = 100
 _MAX_MESSAGE_BYTES = 1 << 28
@@ -255,6 +263,8 @@ class Peer:
         target, *rest = arguments
         if operation == "get":
             self._check_name(rest[0])
+            if not self._is_open and is_method_of_mock(target, rest[0]):
+                raise RemoteError(f"the attempt's code may not use {rest[0]!r} of a mock")
             if rest[0] == "__signature__" and callable(target):
                 return inspect.signature(target)
             return self._checked(getattr(target, rest[0]))

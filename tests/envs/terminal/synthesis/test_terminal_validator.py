@@ -161,6 +161,8 @@ class TestInSandboxes:
 
         async def report():
             async with TaskRuns() as runs:
-                return await validate(write_task(tmp_path / source.name, source.folder_files()), runs)
+                return await validate(
+                    write_task(tmp_path / source.name, source.folder_files()), runs
+                )
 
         assert run(report()).problems == []

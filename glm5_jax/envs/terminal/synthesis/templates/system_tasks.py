@@ -33,7 +33,8 @@ def values(field, low, high):
 def jobs():
     lines = [line for line in (APP / "@OUT@").read_text().splitlines() if line.strip() and line[0] != "#"]
     rows = [line.split(None, 5) for line in lines]
-    return {row[5]: [values(field, *limits) for field, limits in zip(row, RANGES)] for row in rows}
+    pairs = {row[5]: zip(row[:5], RANGES, strict=True) for row in rows}
+    return {command: [values(field, *limits) for field, limits in pair] for command, pair in pairs.items()}
 
 
 def test_each_command_is_there_once():
@@ -44,7 +45,7 @@ def test_times_are_right():
     full = [set(range(low, high + 1)) for low, high in RANGES]
     for command, expected in TIMES.items():
         actual = jobs()[command]
-        for kind, (have, want) in enumerate(zip(actual, expected)):
+        for kind, (have, want) in enumerate(zip(actual, expected, strict=True)):
             if kind == 4:
                 have, want = ({day % 7 for day in days} for days in (have, want or full[4]))
             assert have == (set(want) or full[kind]), (command, kind)
