@@ -61,6 +61,8 @@ def small() -> ExperimentConfig:
 def glm5() -> ExperimentConfig:
     """Trains 1,000 steps on 16 rows of 202,752 tokens, where the paper has 14, which 16 groups of chips cannot share."""
     base, mesh = midtrain.glm5("200k"), MeshConfig(fsdp=2, expert=8, context=64)
+    # Each rank has one row, so that all wait for the costliest in any order.
+    base = dataclasses.replace(base, step=dataclasses.replace(base.step, balance_rows=False))
     tokens = 16 * base.data.sequence_length
     return freeze_trunk(
         base,
@@ -68,8 +70,6 @@ def glm5() -> ExperimentConfig:
         mesh=mesh,
         batch=BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens),
         schedule=make_warmup_schedule(1000),
-        # Each rank has one row, so that all wait for the costliest in any order.
-        step=dataclasses.replace(base.step, balance_rows=False),
     )
 
 
