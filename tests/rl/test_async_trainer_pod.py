@@ -199,7 +199,10 @@ def test_two_processes_distil_like_one(tmp_path):
     one, two = (column(read(tmp_path / str(count)), "loss/ref_kl") for count in (1, 2))
     assert one[0] == two[0] == list(range(1, STEPS + 1))
     assert one[1][0] != 0
-    np.testing.assert_allclose(two[1], one[1], rtol=2e-5, atol=1e-7)
+    # Muon scales each update to a fixed size, so that rounding grows: with the teacher's weights changed by 1e-6, the loss
+    # of step 2 changes by 2e-3, and that of step 3 by 2e-2.
+    np.testing.assert_allclose(two[1][:2], one[1][:2], rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(two[1], one[1], rtol=2e-2)
 
 
 def test_failure_of_orchestrator_ends_all_processes(tmp_path):

@@ -242,7 +242,7 @@ def test_aborts_push_that_fails_at_sender(served_engine):
         NetworkPusher(CFG, [served_engine.url], SMALL).push(weights, 2)
     status = served_engine.request("/weights")[1]
     assert status.pop("instance")
-    assert status == {"version": 0, "checksum": None, "receiving": None}
+    assert status == {"version": 0, "checksum": None, "frozen": None, "receiving": None}
     assert served_engine.bits == before
 
 
