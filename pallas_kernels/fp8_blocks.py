@@ -2,7 +2,7 @@
 
     x ~ values * scale, values in float8_e4m3fn, scale = max |x| / 448 of a block or group
 
-A weight has blocks of 128 x 128, of which one dimension is its last input and the other its last output. A row of
+A weight has blocks of 128 x 128: one dimension is its last input, the other its last output. A row of
 activations has groups of 128 inputs (GLM-5 3.6.2; DeepSeek-V3 3.3). Heads are no part of a block. A dimension that is no
 multiple of the block ends with a partial block.
 

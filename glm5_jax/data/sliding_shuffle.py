@@ -118,7 +118,7 @@ class _SlidingShuffleIterator(grain.DatasetIterator):
         self._blocks.append(_Block(self._next, state, self._block_size))
 
     def _remove(self, index: int) -> None:
-        """Counts an element that has left, and drops the first blocks of which none remain."""
+        """Counts an element that has left, and drops the first blocks if all their elements have left."""
         self._blocks[(index - self._blocks[0].start) // self._block_size].remaining -= 1
         while not self._blocks[0].remaining:
             self._blocks.popleft()

@@ -208,7 +208,7 @@ def _run_section(workdir: pathlib.Path, rows: list[dict], config: dict) -> str:
             )
             pairs.append(("resumed", html.escape(times)))
         if "parameters" in newest:
-            counts = f"{newest['parameters']}, of which {newest.get('active')} are active per token"
+            counts = f"{newest['parameters']}, {newest.get('active')} active per token"
             pairs.append(("parameters", html.escape(counts)))
     if seconds := _duration(rows):
         pairs.append(("duration", f"{_duration_text(seconds)} of training, evaluation and saving"))

@@ -106,7 +106,7 @@ class VerifiersService(TaskService):
     Args:
       environment: the environment.
       tasks, held_out: its tasks to train on, and those of evaluations.
-      loop: limits of an attempt, of which the tokens of a reply and the time apply; turns are limited by the environment.
+      loop: limits on the tokens of a reply and on the time of an attempt. The environment limits the turns.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Plants variants of tests: copies that expect another value, and must fail, next to the tests that they were made of.
 
-Code under test can write a whole report itself, and it can read the tests. So nothing but the right value tells a variant from
-its test: names, order and values are drawn for each grading, and the test itself may get the name of a copy. `Canaries.swaps`
-says which results belong to which test. A forged report has to guess.
+Code under test can write a full report itself, and it can read the tests. Therefore a variant differs from its test only in
+whether its value is right: names, order and values are drawn for each grading, and the test itself may get the name of a
+copy. `Canaries.swaps` holds which results belong to which test. A forged report has to guess.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from glm5_jax.envs.swe.file_tree import FileTree, TreeFile
 from glm5_jax.envs.swe.paths import is_test_path
 
-MIN_CHOICES = 16  # at least as many choices has who guesses which tests are variants
+MIN_CHOICES = 16  # minimum number of equally likely guesses at which tests are variants
 _MAX_TESTS = 6  # tests with variants
 _MAX_COPIES = 7
 _MIN_WORDS = 50  # words of a project; with less, names are random letters
