@@ -54,6 +54,20 @@ def address_towards(url: str) -> str:
         return probe.getsockname()[0]
 
 
+def resolve_host(url: str) -> str:
+    """Returns a URL with an address in place of the name of its host. Raises OSError if the name has none.
+
+    A loopback name stays, because a server may listen at one of its addresses only.
+    """
+    parts = urlsplit(url)
+    if not parts.hostname or is_address(parts.hostname) or is_loopback(parts.hostname):
+        return url
+    [first, *_] = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    address = str(first[4][0])
+    host = f"[{address}]" if ":" in address else address
+    return parts._replace(netloc=host if parts.port is None else f"{host}:{parts.port}").geturl()
+
+
 def is_address(name: str) -> bool:
     """Returns True if a host is an IP address, not a name."""
     try:

@@ -5,7 +5,6 @@ import pytest
 from glm5_jax.inference.request_bodies import PullRequest
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.inference.shards.hosts import PRIVATE_NETWORKS, check_sources
-from glm5_jax.rl.programs.program import ProgramConfig
 
 
 def request(*sources: str, peers: tuple[tuple[str, ...], ...] = ((),)) -> PullRequest:
@@ -59,11 +58,3 @@ def test_refuses_what_is_no_url():
 def test_refuses_malformed_host_in_config(host):
     with pytest.raises(ValueError, match="pull_hosts has .*such as 10.0.0.0/8"):
         ServerConfig(pull_hosts=(host,))
-
-
-def test_engines_of_run_know_each_other():
-    program = ProgramConfig(
-        engines="http://engine-0:1,http://[fd00::2]:3", pull_hosts=("10.0.0.0/8",)
-    )
-
-    assert program.known_hosts == ("10.0.0.0/8", "engine-0", "fd00::2")

@@ -6,7 +6,6 @@ from typing import Any
 
 from glm5_jax.inference.shards.hosts import PRIVATE_NETWORKS
 from glm5_jax.rl.programs.run_key import KEY_FILE, ensure_key_file
-from glm5_jax.runtime.addresses import host_of, netloc_of
 from glm5_jax.runtime.api_keys import read_key
 from glm5_jax.runtime.http_server import ListenConfig
 from glm5_jax.runtime.utilization import FOLDER
@@ -24,7 +23,7 @@ class ProgramConfig:
       orchestrator: URL of the orchestrator.
       url: URL by which the orchestrator reaches this program.
       pull_hosts: names, addresses and networks of the trainer's and the engines' processes, which engines pull weights
-        from; the hosts of `engines` are among them.
+        from. The trainer sends addresses.
       listen: options of its server. A relative api_key_file is in the workdir, and holds the key of the run.
     """
 
@@ -41,12 +40,6 @@ class ProgramConfig:
     def engine_urls(self) -> tuple[str, ...]:
         """Returns the URLs of the engines."""
         return tuple(self.engines.split(","))
-
-    @property
-    def known_hosts(self) -> tuple[str, ...]:
-        """Returns the hosts that engines pull weights from."""
-        hosts = (host_of(netloc_of(url) or "") for url in self.engine_urls)
-        return (*self.pull_hosts, *filter(None, hosts))
 
     def run_key(self, workdir: pathlib.Path) -> str | None:
         """Returns the key of the run, and creates its file if it is missing; None: the run has no key."""

@@ -49,7 +49,7 @@ def make_engine(config: AgenticRlConfig, workdir: pathlib.Path) -> HttpServer:
         **config.program.listen_options(workdir, name),
         variant=config.rollout.variant,
         timeout_s=_REPLY_SHARE * config.agent_timeout_s,
-        pull_hosts=config.program.known_hosts,
+        pull_hosts=config.program.pull_hosts,
     )
     return make_checkpoint_server(
         _served_checkpoint(config),

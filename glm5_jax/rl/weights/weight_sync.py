@@ -55,7 +55,7 @@ from glm5_jax.rl.weights.pusher import (
     SyncConfig,
     make_result,
 )
-from glm5_jax.runtime.addresses import address_towards, is_loopback
+from glm5_jax.runtime.addresses import address_towards, is_loopback, resolve_host
 from glm5_jax.runtime.api_keys import load_api_key
 from glm5_jax.runtime.coroutines import run_sync
 from glm5_jax.runtime.http_server import ListenConfig
@@ -353,13 +353,15 @@ class NetworkPusher(_HttpPusher):
                     engine.mode = CURRENT
                 elif engine.error is None:
                     receivers.append(engine)
+            # Engines know the networks of their run, but not the names of the other engines.
+            peers = tuple(
+                (resolve_host(engine.url), *states[engine.url].get("followers", ()))
+                for engine in receivers
+            )
             request = PullRequest(
                 push=secrets.token_hex(8),
                 sources=tuple(sources),
-                peers=tuple(
-                    (engine.url, *states[engine.url].get("followers", ())) for engine in receivers
-                )
-                or ((),),
+                peers=peers or ((),),
                 keep=self._config.delta or offer.lora_scale is not None,
                 rewind=rewind,
                 max_connections=self._config.max_connections,
