@@ -236,9 +236,8 @@ def forward(
     norm = weights("final_norm", params["final_norm"])
     hidden = rms_norm(x, norm, cfg.rms_norm_eps)
     logits = jnp.einsum("btd,dv->btv", hidden, vocabulary.head_weight(params, weights))
-    if memory is not None:
-        length = first + tokens.shape[1]
-        cache = memory.cache._replace(layers=tuple(layer_caches), length=length)
+    if isinstance(cache, Cache):
+        cache = cache._replace(layers=tuple(layer_caches), length=first + tokens.shape[1])
         memory = Memory(cache, tuple(idx_keys))
     return Pass(logits, jnp.stack(topks), memory)
 
