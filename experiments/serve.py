@@ -52,6 +52,14 @@ process serves HTTP, and the others follow its steps. All end if one of them end
 On Slurm and Kubernetes the server listens on every network: give --server.api_key_file=FILE on a shared file system, or
 --server.trusted_network=True.
 --hosts, --devices (of each process) and --topology are its processes and chips.
+
+With --prefill.replicas=2 the launchers start two further engines, role `prefill`, that read long prompts for the engine
+that answers, which then is role `decode`: the pages of their KV cache are sent over the network while the rest of the prompt
+is computed, so that a long prompt does not delay the tokens of other chats. --prefill.hosts, devices, topology and mesh are
+those of each of them. Prompts of fewer than --server.prefill_min_tokens tokens, and all prompts while no such engine
+answers, are read by the engine that decodes:
+
+    glm5 local serve:tiny --checkpoint=DIR --prefill.replicas=1
 """
 
 import asyncio
@@ -71,6 +79,29 @@ from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import MeshConfig, choose
 
 START_TIMEOUT_S = 1800.0  # of loading the weights
+_FLAG = "--experiment.server"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """Engines that prefill prompts for the one that decodes. Raises ValueError for sizes out of range.
+
+    Attributes:
+      replicas: number of them; 0: the serving engine prefills itself.
+      hosts, devices, topology, mesh: those of each replica, as in `ServeConfig`.
+    """
+
+    replicas: int = 0
+    hosts: int = 1
+    devices: int = 0
+    topology: str = ""
+    mesh: MeshConfig = MeshConfig()
+
+    def __post_init__(self):
+        if self.replicas < 0 or self.hosts < 1:
+            raise ValueError(
+                f"prefill.replicas is {self.replicas} and prefill.hosts is {self.hosts}; they must be at least 0 and 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +115,8 @@ class ServeConfig:
       hosts: number of processes of the engine, for launchers; without a launcher there is one.
       devices, topology: accelerators of each process, and their TPU topology, see `runtime.placement.Role`.
       mesh, engine, server: options of the mesh, the engine and the HTTP server.
+      prefill: engines that prefill long prompts for this one, for launchers; without a launcher there are none.
+      only_prefills: whether this process belongs to one of them, so that it has the mesh of `prefill`.
     """
 
     checkpoint: str | None = None
@@ -95,6 +128,8 @@ class ServeConfig:
     mesh: MeshConfig = MeshConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    only_prefills: bool = False
 
     def __post_init__(self):
         if self.hosts < 1:
@@ -102,25 +137,48 @@ class ServeConfig:
 
 
 def roles(config: ServeConfig, command: Sequence[str]) -> list[Role]:
-    """Returns the role of the server, for launchers. command: flags of launch/run.py."""
+    """Returns the roles of the servers, for launchers. command: flags of launch/run.py."""
     words = [word for word in command if not re.match("--?workdir(=|$)", word)]
-    listen = ("host={host}", "port={port}", "ready_file={ready}")
-    argv = ["{python}", "-m", "launch.run", *words]
-    argv += [f"--experiment.server.{flag}" for flag in listen]
-    if config.hosts > 1:
-        argv.append("--distributed={distributed}")
+    if config.prefill.replicas == 0:
+        return [_role("serve", config, config, words)]
+    words = [*words, "--experiment.engine.moves_pages=True"]
     return [
-        Role(
-            name="serve",
-            argv=argv,
-            hosts=config.hosts,
-            devices=config.devices,
-            tpu_topology=config.topology,
-            port=config.server.port,
-            start_timeout_s=START_TIMEOUT_S,
-            grace_s=2 * config.server.grace_s,
-        )
+        _role("decode", config, config, [*words, f"{_FLAG}.prefill_urls={{prefill.urls}}"]),
+        _role(
+            "prefill",
+            config,
+            config.prefill,
+            [*words, "--experiment.only_prefills=True"],
+            count=config.prefill.replicas,
+            port=config.server.port and config.server.port + 1,
+        ),
     ]
+
+
+def _role(
+    name: str,
+    config: ServeConfig,
+    machines: ServeConfig | PrefillConfig,
+    words: Sequence[str],
+    count: int = 1,
+    port: int | None = None,
+) -> Role:
+    """Returns the role of a server; port: None: that of the config."""
+    listen = ("host={host}", "port={port}", "ready_file={ready}")
+    argv = ["{python}", "-m", "launch.run", *words, *(f"{_FLAG}.{flag}" for flag in listen)]
+    if machines.hosts > 1:
+        argv.append("--distributed={distributed}")
+    return Role(
+        name=name,
+        argv=argv,
+        count=count,
+        hosts=machines.hosts,
+        devices=machines.devices,
+        tpu_topology=machines.topology,
+        port=config.server.port if port is None else port,
+        start_timeout_s=START_TIMEOUT_S,
+        grace_s=2 * config.server.grace_s,
+    )
 
 
 def get_config(variant: str = "tiny") -> ServeConfig:
@@ -184,10 +242,10 @@ def make_server(config: ServeConfig):
             "nothing to serve; give --experiment.checkpoint=PATH, a run's workdir, one of its checkpoints/STEP or an "
             "HF folder"
         )
-    mesh = make_mesh(dataclasses.asdict(config.mesh))
+    mesh = config.prefill.mesh if config.only_prefills else config.mesh
     return make_checkpoint_server(
         config.checkpoint,
-        mesh,
+        make_mesh(dataclasses.asdict(mesh)),
         config.engine,
         config.server,
         warm=config.warm,

@@ -60,7 +60,7 @@ FAST_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 )
-SERVE = "serve"  # role of experiments/serve.py
+SERVERS = ("serve", "decode")  # roles of experiments/serve.py that clients use
 _REPLACED = ("hosts", "machines", "mount", "tpu_topology", "workdir")
 
 
@@ -239,7 +239,8 @@ def start_small(
             if stages:
                 times = run_parts(job, small.workdir, options, file, values.timeout_s)
             else:
-                times = run_server_parts(job, server_of(small, output, values.on), values.timeout_s)
+                url, is_split = server_of(small, output, values.on), len(small.roles) > 1
+                times = run_server_parts(job, url, values.timeout_s, is_split)
             if getattr(small.config, "has_engine_processes", False):
                 check_pushes(small.workdir)
         finally:
@@ -265,15 +266,19 @@ def make_rehearsal(plan: run_plan.RunPlan, values: flags.FlagValues) -> Rehearsa
     return Rehearsal(
         max_processes=limit,
         devices=emulated_devices(arithmetic.TRAIN),
-        engine_devices=emulated_devices(arithmetic.ENGINE, SERVE),
+        engine_devices=emulated_devices(arithmetic.ENGINE, *SERVERS),
         steps=10**6,
     )
 
 
 def server_of(plan: run_plan.RunPlan, output: Any, scheduler: str) -> str:
-    """Returns the URL of the first server in a launcher's output."""
-    _, servers = commands_of(plan, output, scheduler)
-    return f"http://{next(iter(servers))}"
+    """Returns the URL of the server in a launcher's output that clients use."""
+    role = next(role for role in plan.roles if role.name in SERVERS)
+    if scheduler == "gke":
+        pod = next(pod for pod in list_pods(output) if pod.role == role.name)
+        return f"http://{pod.domain}:{pod.port}"
+    step = next(step for step in parse_script(output).steps if step.role == role.name)
+    return f"http://{step.nodes[0]}:{role.port}"
 
 
 def reduced_argv(

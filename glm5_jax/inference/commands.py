@@ -1,23 +1,22 @@
 """Commands of an engine of several processes: device programs that all its processes run in the same order.
 
-The first process schedules. For each device program it sends the others a command with the host's arrays. A message
-is two lengths, the command with the types and shapes of the arrays as MessagePack, and the bytes of the arrays.
+The first process schedules. For each device program it sends the others a command with the host's arrays, as a message
+of array_messages.py.
 """
 
-import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import msgspec
 import numpy as np
 
+from glm5_jax.inference.array_messages import ArrayMessages
 from glm5_jax.inference.constraints import TokenRules
 from glm5_jax.inference.sampling import SamplingParamsRow
 from glm5_jax.inference.step_arrays import DecodeBatch, PrefillBatch, SamplingVariant
 
 ProgramName = Literal["prefill", "decode"]
-_LENGTHS = struct.Struct("!IQ")  # bytes of the head, and of the arrays
 
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,18 +39,12 @@ class RunStep(_Command, frozen=True, tag="run_step"):
     has_rules: bool
 
 
-class ReadSlot(_Command, frozen=True, tag="read_slot"):
-    """Reads the cache of a sequence. Its array has the sequence's page numbers."""
-
-    dp_rank: int
-    slot: int
+class ReadPages(_Command, frozen=True, tag="read_pages"):
+    """Reads pages. Its array has their numbers."""
 
 
-class WriteSlot(_Command, frozen=True, tag="write_slot"):
-    """Writes the cache of a sequence. Its arrays are the page numbers and the leaves of the cache."""
-
-    dp_rank: int
-    slot: int
+class WritePages(_Command, frozen=True, tag="write_pages"):
+    """Writes pages. Its arrays are their numbers and the leaves of their contents."""
 
 
 class OpenWeights(_Command, frozen=True, tag="open_weights"):
@@ -83,37 +76,10 @@ class StopRequested(_Command, frozen=True, tag="stop_requested"):
 
 
 Command = (
-    RunStep | ReadSlot | WriteSlot | OpenWeights | LoadWeights | Stop | Listening | StopRequested
+    RunStep | ReadPages | WritePages | OpenWeights | LoadWeights | Stop | Listening | StopRequested
 )
 Send = Callable[[Command, Sequence[np.ndarray]], None]
-_DECODER = msgspec.msgpack.Decoder(tuple[Command, list[tuple[str, tuple[int, ...]]]])
-
-
-def encode(command: Command, arrays: Sequence[np.ndarray] = ()) -> bytes:
-    """Returns the message of a command and its arrays."""
-    head = msgspec.msgpack.encode((command, [(a.dtype.name, a.shape) for a in arrays]))
-    lengths = _LENGTHS.pack(len(head), sum(a.nbytes for a in arrays))
-    return b"".join([lengths, head, *(a.tobytes() for a in arrays)])
-
-
-def decode(read: Callable[[int], bytes]) -> tuple[Command, list[np.ndarray]]:
-    """Reads one message and returns the command and its arrays.
-
-    read: returns the next bytes of a stream, exactly as many as it is asked for.
-    """
-    head_bytes, body_bytes = _LENGTHS.unpack(read(_LENGTHS.size))
-    command, types = _DECODER.decode(read(head_bytes))
-    return command, list(_split(read(body_bytes), types))
-
-
-def _split(body: bytes, types: Iterable[tuple[str, tuple[int, ...]]]) -> Iterable[np.ndarray]:
-    """Yields the arrays in the bytes of a message."""
-    start = 0
-    for name, shape in types:
-        dtype = np.dtype(name)
-        count = int(np.prod(shape))
-        yield np.frombuffer(body, dtype, count, start).reshape(shape)
-        start += count * dtype.itemsize
+MESSAGES = ArrayMessages(Command)
 
 
 def _structure(program: type[PrefillBatch] | type[DecodeBatch], has_rules: bool):

@@ -19,6 +19,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +28,7 @@ from jaxtyping import PyTree
 from glm5_jax.inference.commands import Send
 from glm5_jax.inference.constraints import ReplyConstraint
 from glm5_jax.inference.engine_weights import EngineWeights, WeightsLost
+from glm5_jax.inference.kv_transfer.pages import PrefixPages
 from glm5_jax.inference.quantize.table import quantise_model
 from glm5_jax.inference.request import (
     CANCELLED,
@@ -54,7 +56,6 @@ from glm5_jax.inference.shapes import resolve_shapes
 from glm5_jax.inference.stats import EngineStats
 from glm5_jax.inference.step_arrays import StepOutput
 from glm5_jax.inference.stop_checker import StopChecker
-from glm5_jax.inference.transfer import LiveRequest, RequestTransfer
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.text.tokenizer import Tokenizer
@@ -62,6 +63,13 @@ from glm5_jax.text.tokenizer import Tokenizer
 FINISH, KEEP, RECOMPUTE = POLICIES = ("finish", "keep", "recompute")
 MAX_STEPS_IN_FLIGHT = 1  # launched steps while the next one is prepared
 _log = logging.getLogger(__name__)
+
+
+class LiveRequest(NamedTuple):
+    """State of a request in addition to its sequence: its rank and its stop conditions."""
+
+    dp_rank: int
+    stops: StopChecker
 
 
 class Engine:
@@ -105,7 +113,7 @@ class Engine:
         self._shape, limits = resolve_shapes(cfg, config)
         max_length = config.max_length or cfg.max_position_embeddings
         self.cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
-        self._warms_prompt_logprobs = config.warms_prompt_logprobs
+        self._warmed = config.warms_prompt_logprobs, config.moves_pages
         self._runner = Runner(model, self._shape, config.execution(execution), open_weights, send)
         self._schedulers = [
             Scheduler(self._shape.num_pages, config.page_size, limits)
@@ -116,21 +124,25 @@ class Engine:
         self._cancelled: collections.deque[Running] = collections.deque()
         self._deadlines: list[tuple[float, int, weakref.ref]] = []
         self._numbers = itertools.count()
-        self._transfers: collections.deque[RequestTransfer] = collections.deque()
         self._eos_ids = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(config.seed)
         self.paused = self.is_drained = self.is_asleep = False
         self.version = version
         self.stats = EngineStats(accepted=[0] * (config.num_speculative_tokens + 1))
 
-    def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
-        """Queues a request. listener: see `Handle`. Raises ValueError if it can never be served."""
+    def submit(
+        self,
+        request: Request,
+        listener: Callable[[Handle], None] | None = None,
+        submitted_at: float | None = None,
+    ) -> Handle:
+        """Queues a request. listener, submitted_at: see `Handle`. Raises ValueError if it can never be served."""
         if self.is_drained:
             raise ValueError("the engine is drained and takes no requests; create another")
         if self.is_asleep:
             raise ValueError("the engine is asleep; call wake_up() first")
         limit = self.check(request)
-        handle, sampling = Handle(request, listener), request.sampling
+        handle, sampling = Handle(request, listener, submitted_at), request.sampling
         seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**63))
         sequence = Running(
             handle=handle,
@@ -140,7 +152,9 @@ class Engine:
             prefix_namespace=self.version,
             constraint=request.rules and ReplyConstraint(request.rules, self.cfg.vocab_size),
         )
-        dp_rank = self._choose_rank(sequence) if request.dp_rank is None else request.dp_rank
+        dp_rank = request.dp_rank
+        if dp_rank is None:
+            dp_rank = self._choose_rank(sequence.ids, sequence.prefix_namespace)
         stops = StopChecker(sampling, limit - len(request.ids), self._eos_ids, self._tokenizer)
         self._live[sequence] = LiveRequest(dp_rank, stops)
         self._watch(sequence)
@@ -174,7 +188,6 @@ class Engine:
         """Launches the next work and processes arrived results. Returns whether requests are left."""
         began = time.perf_counter()
         self._expire_requests()
-        self._admit_transferred()
         batches = []
         if not self.paused:
             works = [scheduler.schedule() for scheduler in self._schedulers]
@@ -193,66 +206,68 @@ class Engine:
             self._receive()
         return bool(self._live)
 
-    def export_request(self, handle: Handle) -> RequestTransfer:
-        """Removes a request after its prefill, for `import_request` of another engine, which decodes it.
+    def count_prefix(self, ids: Sequence[int]) -> int:
+        """Returns the number of pages of a prompt's prefix that are cached by the rank with the most."""
+        return max(self._count_prefixes(list(ids)))
 
-        Steps the engine until the prefill is done. Raises ValueError if the request ends before, belongs to another
-        engine, or the engine is paused.
+    def read_prefix(self, ids: Sequence[int], start: int) -> PrefixPages | None:
+        """Returns cached pages of a prompt's prefix from page `start` on, for `write_prefix` of another engine.
+
+        There are at most `EngineShapes.pages_per_part`, which are still on their way to the host. None: no such page is
+        cached (yet).
         """
-        if self.paused:
-            raise ValueError("the engine is paused, so no prompt is read; resume it first")
-        [sequence] = [one for one in self._live if one.handle is handle] or [None]
-        while sequence in self._live and not (sequence.is_ready and sequence.slot is not None):
-            self.step()
-        self._drain_steps()
-        if sequence not in self._live:
-            raise ValueError("the request has ended, or belongs to another engine")
-        live = self._live.pop(sequence)
-        kv_state = self._runner.fetch(live.rank, sequence)
-        self._schedulers[live.rank].remove(sequence)
-        live.dp_rank = None
-        return RequestTransfer(sequence, live, kv_state, self.version)
+        ids = list(ids)
+        counts = self._count_prefixes(ids)
+        dp_rank = counts.index(max(counts))
+        if counts[dp_rank] <= start:
+            return None
+        scheduler = self._schedulers[dp_rank]
+        held = scheduler.hold_prefix(ids, self.version)
+        pages = held[start : start + self._shape.pages_per_part]
+        arrays = jax.tree.leaves(self._runner.read_pages(dp_rank, pages))
+        scheduler.pool.drop(held)  # programs that write into them run later
+        for array in arrays:
+            array.copy_to_host_async()
+        return PrefixPages(start, len(pages), self.page_layout, arrays)
 
-    def import_request(self, transfer: RequestTransfer) -> None:
-        """Continues a request of another engine as soon as there is room.
+    def write_prefix(
+        self, ids: Sequence[int], part: PrefixPages, version: int, dp_rank: int | None = None
+    ) -> int:
+        """Adds pages of a prompt's prefix that another engine has computed to the cached prefixes.
 
-        Raises ValueError if it comes from other weights or another kind of engine.
+        Returns the number of added pages: fewer than there are if some are cached already; none if there is no room, the
+        pages before them are not cached (any more), or the weights have another version. Raises ValueError for pages of
+        another kind of engine.
+
+        Args:
+          ids: token ids of the prompt.
+          part: its pages.
+          version: version of the weights that computed them.
+          dp_rank: data-parallel rank that will serve the prompt; None: the engine chooses.
         """
-        limit = transfer.sequence.limit
-        if transfer.version != self.version:
+        if part.layout != self.page_layout:
             raise ValueError(
-                f"the transfer is of version {transfer.version}, this engine's is {self.version}"
+                "the pages come from another kind of engine; model, page_size, num_speculative_tokens, index_cache and "
+                "latent_cache must be the same"
             )
-        if limit > self.max_length:
-            raise ValueError(
-                f"the request may have {limit} tokens, at most {self.max_length} are possible"
-            )
-        self._runner.check(transfer.kv_state)
-        self._schedulers[0].check(limit)
-        self._transfers.append(transfer)
-        self._live[transfer.sequence] = transfer.live
-        self._watch(transfer.sequence)
+        if version != self.version or self.is_asleep:
+            return 0
+        ids, num_added, size = list(ids), 0, self._shape.pages_per_part
+        if dp_rank is None:
+            dp_rank = self._choose_rank(ids, version)
+        for start in range(part.start, part.start + part.count, size):
+            count = min(size, part.start + part.count - start)
+            first, pages = self._schedulers[dp_rank].add_prefix(ids, version, start, count)
+            if pages:
+                begin = first - part.start
+                arrays = (np.asarray(a)[begin : begin + len(pages)] for a in part.arrays)
+                self._runner.write_pages(dp_rank, pages, arrays)
+            num_added += len(pages)
+        self.stats.received_tokens += num_added * self._shape.page_size
+        return num_added
 
-    def _admit_transferred(self) -> None:
-        """Admits imported requests in order of arrival, while there is room."""
-        while self._transfers:
-            transfer = self._transfers[0]
-            if transfer.sequence in self._live:
-                free = [scheduler.pool.num_free for scheduler in self._schedulers]
-                dp_rank = free.index(max(free))
-                if not self._schedulers[dp_rank].admit_transferred(transfer.sequence):
-                    return
-                transfer.live.dp_rank = dp_rank
-                self._runner.store(dp_rank, transfer.sequence, transfer.kv_state)
-            self._transfers.popleft()
-
-    def _requeue_transferred(self, sequence: Running, version: int) -> None:
-        """Queues an imported request that has no room yet to be computed from its start."""
-        if sequence in self._live:
-            sequence.num_computed_tokens, sequence.is_ready = 0, False
-            sequence.prefix_namespace = version
-            self._live[sequence].dp_rank = dp_rank = self._choose_rank(sequence)
-            self._schedulers[dp_rank].add(sequence)
+    def _count_prefixes(self, ids: list[int]) -> list[int]:
+        return [scheduler.count_prefix(ids, self.version) for scheduler in self._schedulers]
 
     def _drain_steps(self) -> None:
         """Processes all launched steps."""
@@ -260,11 +275,11 @@ class Engine:
             self._receive()
 
     def compile_programs(self) -> Iterator[tuple[int, int]]:
-        """Compiles all programs, one at a time; see `EngineConfig.warms_prompt_logprobs`.
+        """Compiles all programs, one at a time; see `EngineConfig.warms_prompt_logprobs` and `moves_pages`.
 
         Yields the number of compiled programs and of all programs, first of none.
         """
-        yield from self._runner.compile_programs(self._warms_prompt_logprobs)
+        yield from self._runner.compile_programs(*self._warmed)
 
     def warm(self) -> None:
         """Compiles all programs of `compile_programs`."""
@@ -315,10 +330,10 @@ class Engine:
         Prefixes are cleared, and the weights stay. Raises ValueError if requests are unfinished, and for an engine of
         several processes.
         """
-        if self._live or self._transfers or self.has_followers:
+        if self._live or self.has_followers:
             raise ValueError(
-                f"{len(self._live)} requests are unfinished and {len(self._transfers)} are transferred, or the engine has "
-                "several processes; only an idle engine of one process sleeps"
+                f"{len(self._live)} requests are unfinished, or the engine has several processes; only an idle engine of "
+                "one process sleeps"
             )
         if not self.is_asleep:
             self._drain_steps()
@@ -376,13 +391,6 @@ class Engine:
             raise
         for scheduler in self._schedulers:
             scheduler.on_weights_updated(self.version, version, policy == RECOMPUTE)
-        for transfer in self._transfers:
-            if policy == RECOMPUTE:
-                self._requeue_transferred(transfer.sequence, version)
-            else:
-                transfer.sequence.prefix_namespace = None
-        if policy == RECOMPUTE:
-            self._transfers.clear()
         self.version = version
 
     @property
@@ -399,6 +407,16 @@ class Engine:
     def description(self) -> dict:
         """Sizes and limits of the engine as JSON values."""
         return {**dataclasses.asdict(self._shape), "max_length": self.max_length}
+
+    @property
+    def page_layout(self) -> str:
+        """Text that is equal for engines that can exchange pages (`kv_transfer.pages.layout_of`)."""
+        return self._runner.page_layout
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._shape.page_size
 
     @property
     def dp_size(self) -> int:
@@ -433,14 +451,14 @@ class Engine:
     @property
     def _num_started(self) -> int:
         """Number of requests that have, or had, pages. Preempted ones count, because they must end as well."""
-        return len(self._transfers) + sum(one.num_started for one in self._schedulers)
+        return sum(one.num_started for one in self._schedulers)
 
-    def _choose_rank(self, sequence: Running) -> int:
+    def _choose_rank(self, ids: list[int], namespace: int | None) -> int:
         """Returns the rank with the longest cached prefix, of equal ones the least loaded."""
 
         def merit(dp_rank: int) -> tuple[int, int]:
             scheduler = self._schedulers[dp_rank]
-            num_cached = scheduler.prefixes.count(sequence.ids, sequence.prefix_namespace)
+            num_cached = scheduler.count_prefix(ids, namespace)
             return num_cached, -sum(one.total for one in scheduler.sequences)
 
         ranks = range(len(self._schedulers))
@@ -500,7 +518,7 @@ class Engine:
             return
         count = int(output.count[row])
         ids, logprobs = (a[row, :count].tolist() for a in (sampled.tokens, sampled.logprobs))
-        self._schedulers[live.rank].update_from_output(work, ids)
+        self._schedulers[live.dp_rank].update_from_output(work, ids)
         if not count:
             return
         if isinstance(work, Decode) and self._shape.num_speculative_tokens:
@@ -533,8 +551,7 @@ class Engine:
     ) -> None:
         """Ends a request with its last tokens and frees its pages."""
         live, handle = self._live.pop(sequence), sequence.handle
-        if live.dp_rank is not None:
-            self._schedulers[live.dp_rank].remove(sequence)
+        self._schedulers[live.dp_rank].remove(sequence)
         self.stats.cached_tokens += handle.cached_tokens or 0
         handle.append_output(tokens, reason, stopped_by)
 

@@ -14,6 +14,7 @@ _COUNTERS = {
     "num_requests": "Requests submitted",
     "prompt_tokens": "Tokens of their prompts",
     "cached_tokens": "Prompt tokens read from the cache",
+    "received_tokens": "Prompt tokens whose pages came from another engine",
     "new_tokens": "Tokens generated",
     "host_seconds": "Seconds of the host's part of steps",
     "waiting_seconds": "Seconds the host waited for the device",

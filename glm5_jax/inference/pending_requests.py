@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator
 
 from glm5_jax.inference.engine import Engine
@@ -19,12 +20,15 @@ class PendingRequests:
         self.handles: list[Handle] = []
         self._loop, self._parsed, self._metrics = loop, parsed, metrics
         self._updated, self._event = set(), asyncio.Event()
-        self._is_abandoned = False
+        self._is_abandoned, self._began = False, time.monotonic()
 
     def submit(self, engine: Engine) -> None:
-        """Submits all requests, in the engine's thread. Cancels them at once if the handler has left."""
+        """Submits all requests, in the engine's thread. Cancels them at once if the handler has left.
+
+        They count from the creation of this object: another server may have prefilled their prompts meanwhile.
+        """
         for index, request in enumerate(self._parsed.requests):
-            handle = engine.submit(request, functools.partial(self._listen, index))
+            handle = engine.submit(request, functools.partial(self._listen, index), self._began)
             self.handles.append(handle)
             if self._is_abandoned:
                 handle.cancel()

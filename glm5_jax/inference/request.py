@@ -51,6 +51,8 @@ class EngineConfig:
       seed: seed of the seeds of requests that have none; None: random.
       warms_prompt_logprobs: whether a warm-up also compiles the programs that compute log-probs of prompts. Otherwise
         the first such requests delay all others.
+      moves_pages: whether a warm-up also compiles the programs that move pages of prompts from engines that prefill to
+        engines that decode (inference/kv_transfer).
     """
 
     page_size: int = 64
@@ -70,6 +72,7 @@ class EngineConfig:
     replicated: bool = False
     seed: int | None = None
     warms_prompt_logprobs: bool = True
+    moves_pages: bool = False
 
     def __post_init__(self):
         check_formats(self.index_cache, self.latent_cache)
@@ -203,11 +206,21 @@ class Handle:
       cancel_callback: function of the engine that cancels the request.
     """
 
-    def __init__(self, request: Request, listener: Callable[["Handle"], None] | None = None):
-        """listener: called by the engine's thread after each new output and at the end."""
+    def __init__(
+        self,
+        request: Request,
+        listener: Callable[["Handle"], None] | None = None,
+        submitted_at: float | None = None,
+    ):
+        """Creates the handle of a request.
+
+        listener: called by the engine's thread after each new output and at the end.
+        submitted_at: see `Handle`; None: now.
+        """
         self.request = request
         self.cached_tokens: int | None = None
-        self.submitted_at, self.first_token_at, self.ended_at = time.monotonic(), None, None
+        self.submitted_at = time.monotonic() if submitted_at is None else submitted_at
+        self.first_token_at = self.ended_at = None
         self.stopped_by: int | str | None = None
         self.prompt_tokens: list[Token] = []
         self._listener = listener

@@ -24,13 +24,19 @@ from glm5_jax.inference.commands import (
     LoadWeights,
     OpenWeights,
     ProgramName,
-    ReadSlot,
+    ReadPages,
     RunStep,
     Send,
-    WriteSlot,
+    WritePages,
 )
 from glm5_jax.inference.constraints import TokenRules, free_rules, token_rules
 from glm5_jax.inference.engine_weights import EngineWeights, WeightsLost
+from glm5_jax.inference.kv_transfer.pages import (
+    PageContents,
+    layout_of,
+    read_pages,
+    write_pages,
+)
 from glm5_jax.inference.page_tables import PageTables
 from glm5_jax.inference.sampling import (
     MAX_TOP_LOGPROBS,
@@ -40,7 +46,6 @@ from glm5_jax.inference.sampling import (
 )
 from glm5_jax.inference.scheduler import Decode, Prefill, ScheduledStep, Sequence
 from glm5_jax.inference.shapes import EngineShapes
-from glm5_jax.inference.slot_cache import KVState, read_slot, write_slot
 from glm5_jax.inference.step_arrays import (
     DecodeBatch,
     DeviceState,
@@ -216,10 +221,10 @@ class Runner:
         match command:
             case RunStep():
                 return self._run_step(command, *arrays)
-            case ReadSlot(dp_rank=dp_rank, slot=slot):
-                return read_slot(self._device, *arrays, dp_rank, slot, self._replicated)
-            case WriteSlot():
-                return self._write_slot(command, *arrays)
+            case ReadPages():
+                return read_pages(self._device, *arrays, self._replicated)
+            case WritePages():
+                return self._write_pages(*arrays)
             case OpenWeights(source=source):
                 return self._open(source)
             case LoadWeights():
@@ -271,38 +276,30 @@ class Runner:
             # The other processes may have loaded them.
             raise WeightsLost(f"loading broke off: {type(error).__name__} {error}") from error
 
-    def fetch(self, dp_rank: int, sequence: Sequence) -> KVState:
-        """Returns the cache of a sequence that has no work in flight.
+    def read_pages(self, dp_rank: int, pages: List[int]) -> PageContents:
+        """Launches the read of at most `EngineShapes.pages_per_part` pages; returns their contents on the device, padded."""
+        return self._execute_in_all(ReadPages(), self._global_pages(dp_rank, pages))
 
-        It is in host memory if the engine has several processes.
-        """
-        pages = self._global_pages(dp_rank, sequence.pages)
-        command = ReadSlot(dp_rank=dp_rank, slot=sequence.device_slot)
-        kv_state = self._execute_in_all(command, pages)
-        return kv_state if self._send is None else jax.device_get(kv_state)
+    @functools.cached_property
+    def page_layout(self) -> str:
+        """`layout_of` the pages."""
+        return layout_of(self._contents)
 
-    def check(self, kv_state: KVState) -> None:
-        """Raises ValueError unless a cache from another engine fits this one."""
-        structure = jax.tree.structure(kv_state)
-        pages = zip(*(jax.tree.leaves(tree[:2]) for tree in (kv_state, self._device)))
-        is_same = structure == jax.tree.structure(KVState(**self._device._asdict()))
-        if not is_same or any((a.shape[1:], a.dtype) != (b.shape[1:], b.dtype) for a, b in pages):
-            raise ValueError(
-                "the transfer comes from another kind of engine; model, page_size, num_speculative_tokens, "
-                "index_cache and latent_cache must be the same"
-            )
+    def write_pages(self, dp_rank: int, pages: List[int], arrays: Iterable[np.ndarray]) -> None:
+        """Launches the write of contents, as many as there are pages and at most `EngineShapes.pages_per_part`."""
+        size = self._shape.pages_per_part
+        resized = (_resize(array, size) for array in arrays)
+        self._execute_in_all(WritePages(), self._global_pages(dp_rank, pages), *resized)
 
-    def store(self, dp_rank: int, sequence: Sequence, kv_state: KVState) -> None:
-        """Writes a cache into the pages and the slot of a sequence."""
-        pages = self._global_pages(dp_rank, sequence.pages)
-        command = WriteSlot(dp_rank=dp_rank, slot=sequence.device_slot)
-        self._execute_in_all(command, pages, *jax.tree.leaves(kv_state))
-        self._tables.restart(dp_rank, sequence)
+    @property
+    def _contents(self) -> PageContents:
+        """All pages on the device."""
+        return PageContents(self._device.layers, self._device.mtp)
 
-    def _write_slot(self, command: WriteSlot, pages: np.ndarray, *leaves: np.ndarray) -> None:
-        structure = jax.tree.structure(KVState(**self._device._asdict()))
-        kv_state = jax.tree.unflatten(structure, [self._replicate(leaf) for leaf in leaves])
-        self._device = write_slot(self._device, kv_state, pages, command.dp_rank, command.slot)
+    def _write_pages(self, pages: np.ndarray, *leaves: np.ndarray) -> None:
+        structure = jax.tree.structure(self._contents)
+        contents = jax.tree.unflatten(structure, [self._replicate(leaf) for leaf in leaves])
+        self._device = write_pages(self._device, contents, pages)
 
     @property
     def _replicated(self) -> NamedSharding | None:
@@ -323,18 +320,20 @@ class Runner:
             return jax.device_put(leaf, self._single_device)
         return self._replicate(leaf)
 
-    def _global_pages(self, dp_rank: int, pages: list[int]) -> np.ndarray:
-        """Returns a rank's page numbers among those of all ranks, padded to a bucket with an invalid number."""
-        invalid = self.dp_size * self._shape.num_pages
-        numbers = np.full(self._shape.table_width(len(pages)), invalid)
-        numbers[: len(pages)] = np.array(pages) + dp_rank * self._shape.num_pages
+    def _global_pages(self, dp_rank: int, pages: List[int]) -> np.ndarray:
+        """Returns a rank's page numbers among those of all ranks, padded to a fixed count with an invalid number."""
+        numbers = np.full(self._shape.pages_per_part, self.dp_size * self._shape.num_pages)
+        numbers[: len(pages)] = np.array(pages, int) + dp_rank * self._shape.num_pages
         return numbers.astype(np.int32)
 
-    def compile_programs(self, scores_prompts: bool = True) -> Iterator[tuple[int, int]]:
+    def compile_programs(
+        self, scores_prompts: bool = True, moves_pages: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """Compiles all programs, one at a time.
 
-        Yields the number of compiled programs and of all programs, first of none. scores_prompts: whether to compile those
-        that compute log-probs of prompts.
+        Yields the number of compiled programs and of all programs, first of none.
+        scores_prompts: whether to compile those that compute log-probs of prompts.
+        moves_pages: whether to compile those that move pages to other engines.
         """
         shape = self._shape
         widths = _all_buckets(shape.table_width, shape.max_pages)
@@ -357,6 +356,8 @@ class Runner:
             if width * shape.page_size >= t or width == widths[-1]
             for variant in prefills
         ]
+        if moves_pages:
+            calls.append(functools.partial(self._dummy_move))
         yield 0, len(calls)
         for done, call in enumerate(calls, 1):
             call()
@@ -380,6 +381,10 @@ class Runner:
 
     def _dummy_prefill(self, b: int, t: int, width: int, variant: SamplingVariant) -> None:
         self._launch_step("prefill", self._steps.dummy_prefill(b, t, 0), width, variant)
+
+    def _dummy_move(self) -> None:
+        contents = self.read_pages(0, [])
+        self.write_pages(0, [], map(np.asarray, jax.tree.leaves(contents)))
 
     def _launch_step(
         self,
@@ -508,6 +513,12 @@ class Runner:
             for of_rank in works
         ]
         return token_rules(constraints, num_rows, self._cfg.vocab_size, step_tokens)
+
+
+def _resize(array: np.ndarray, count: int) -> np.ndarray:
+    """Returns the first `count` pages, padded with zeros."""
+    array = array[:count]
+    return np.pad(array, ((0, count - len(array)), *[(0, 0)] * (array.ndim - 1)))
 
 
 def _all_buckets(round_up, maximum: int) -> list[int]:

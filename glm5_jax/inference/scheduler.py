@@ -199,18 +199,6 @@ class Scheduler:
         """Appends a sequence to the queue."""
         self._waiting.append(sequence)
 
-    def admit_transferred(self, sequence: Sequence) -> bool:
-        """Admits a sequence whose prompt another engine has computed. Returns False if there is no room."""
-        if not self._slots:
-            return False
-        try:
-            sequence.pages = self._take(self._num_pages(sequence.num_computed_tokens + 1))
-        except OutOfPages:
-            return False
-        sequence.slot = self._slots.pop()
-        self._running.append(sequence)
-        return True
-
     def remove(self, sequence: Sequence) -> None:
         """Removes a running or waiting sequence. Its prefix stays in the cache until it is evicted."""
         if sequence.slot is None:
@@ -228,6 +216,37 @@ class Scheduler:
             one.sequence.is_ready |= one.is_sampled
         self._admit()
         return ScheduledStep(decodes, self._prefills())
+
+    def count_prefix(self, ids: list[int], namespace: int | None) -> int:
+        """Returns the number of cached pages of a prompt's prefix."""
+        return self.prefixes.count(self._key(ids), namespace)
+
+    def hold_prefix(self, ids: list[int], namespace: int) -> list[int]:
+        """Returns the cached pages of a prompt's prefix, held for the caller, who drops them."""
+        return self.prefixes.match(self._key(ids), namespace)
+
+    def add_prefix(
+        self, ids: list[int], namespace: int, start: int, count: int
+    ) -> tuple[int, list[int]]:
+        """Adds pages of a prompt's prefix that another engine has computed.
+
+        Returns the index of the first added page in the prompt, and the pages, whose contents must be written before
+        later work is launched. There are fewer than `count` where some are cached already, and none if the pages
+        before `start` are not cached or there is no room.
+        """
+        cached, end = self.hold_prefix(ids, namespace), start + count
+        if not start <= len(cached) < end:
+            self.pool.drop(cached)
+            return start, []
+        try:
+            added = self._take(end - len(cached))
+        except OutOfPages:
+            added = []
+        if added:
+            key = self._key(ids)[: end * self._size]
+            self.prefixes.insert(key, [*cached, *added], namespace)
+        self.pool.drop([*cached, *added])
+        return len(cached), added
 
     def update_from_output(self, work: Decode | Prefill, tokens: list[int]) -> None:
         """Appends the tokens of finished work: one, or with drafts up to num_speculative_tokens more."""

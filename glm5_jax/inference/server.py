@@ -7,6 +7,7 @@
     POST /v1/messages/count_tokens  tokens of the prompt of such a body
     POST /generate                  SGLang's schema, with token ids and weight versions
     POST /tokenize, /detokenize     vLLM's endpoints of the tokenizer
+    POST /prefill                   pages of a prompt's cache, for a server that decodes (kv_transfer/service.py)
     POST /pause, /resume            stop and continue launching work
     POST /update_weights, /weights/pull, /weights/commit, /weights/abort    new weights (weights.py)
     GET  /weights/shard             weights that this engine passes on to others (shards/server.py)
@@ -45,6 +46,9 @@ from glm5_jax.inference.engine_weights import WeightsLost
 from glm5_jax.inference.event_stream import send_events
 from glm5_jax.inference.followers.command_stream import CommandSender, ProcessLost
 from glm5_jax.inference.grammar_trial import GrammarBusy
+from glm5_jax.inference.kv_transfer.client import PrefillClient
+from glm5_jax.inference.kv_transfer.messages import PrefillRequest
+from glm5_jax.inference.kv_transfer.service import PrefillService
 from glm5_jax.inference.metrics import EngineMetrics
 from glm5_jax.inference.pending_requests import PendingRequests
 from glm5_jax.inference.protocol import Defaults, ParsedRequest, Reader
@@ -61,6 +65,7 @@ from glm5_jax.inference.shards.receiver import ShardReceiver
 from glm5_jax.inference.tokenizer_api import TokenizerApi
 from glm5_jax.inference.weights import Conflict, Receiver
 from glm5_jax.inference.worker import Worker, WorkerStopped
+from glm5_jax.runtime.addresses import check_url
 from glm5_jax.runtime.http_server import (
     ApiError,
     Handler,
@@ -88,6 +93,9 @@ class ServerConfig(ListenConfig):
       max_requests: maximum choices that wait and run; more are refused with 429.
       timeout_s: time limit of a request, in seconds; None: no limit.
       push_timeout_s: time between the pull and the commit of a push after which it is dropped, in seconds.
+      prefill_urls: URLs of servers of the same checkpoint that prefill long prompts for this one, separated by commas
+        (kv_transfer/client.py); empty: none.
+      prefill_min_tokens: minimum tokens of a prompt, without those in the cache, for which they are asked.
       pull_hosts: names, addresses and networks of machines from which weights are pulled, besides the client's own.
       defaults: values of fields that a request leaves out.
     """
@@ -97,15 +105,24 @@ class ServerConfig(ListenConfig):
     max_requests: int = 1024
     timeout_s: float | None = None
     push_timeout_s: float = 120.0
+    prefill_urls: str = ""
+    prefill_min_tokens: int = 512  # ours, not measured on accelerators
     pull_hosts: tuple[str, ...] = ()
     defaults: Defaults = Defaults()
 
     def __post_init__(self):
         super().__post_init__()
         check_pull_hosts(self.pull_hosts)
-        for name in ("max_requests", "push_timeout_s"):
+        for url in self.prefill_servers:
+            check_url("prefill_urls", url)
+        for name in ("max_requests", "push_timeout_s", "prefill_min_tokens"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+    @property
+    def prefill_servers(self) -> tuple[str, ...]:
+        """URLs of the servers that prefill."""
+        return tuple(url.strip() for url in self.prefill_urls.split(",") if url.strip())
 
 
 class Server(HttpServer):
@@ -148,6 +165,17 @@ class Server(HttpServer):
             max_length=engine.max_length,
             max_requests=config.max_requests,
         )
+        self._prefill_client = PrefillClient(
+            config.prefill_servers,
+            self.worker,
+            model=config.model,
+            min_tokens=config.prefill_min_tokens,
+            timeout_s=config.timeout_s,
+            api_key=self.api_key,
+        )
+        self._prefill_service = PrefillService(
+            worker=self.worker, model=config.model, timeout_s=config.timeout_s
+        )
         self._tokenizer_api = TokenizerApi(tokenizer, engine.max_length)
         self._engine_metrics = EngineMetrics(engine)
         self._instance = secrets.token_hex(8)
@@ -162,6 +190,7 @@ class Server(HttpServer):
             "/generate": self._generate,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+            "/prefill": self._prefill,
             "/pause": self._pause,
             "/resume": self._resume,
             "/update_weights": self._update,
@@ -220,6 +249,7 @@ class Server(HttpServer):
             self._stream.on_stop_requested = lambda: loop.call_soon_threadsafe(self.stop)
         self.worker.start()
         yield
+        await self._prefill_client.close()
         await loop.run_in_executor(None, self.worker.stop)
         if self._stream is not None and not self.failed:
             self._stream.on_stop_requested = None  # the loop ends
@@ -268,11 +298,36 @@ class Server(HttpServer):
 
         read: method of `Reader`. form: class of replies.py.
         """
-        if self._draining:
-            raise ApiError("the server is ending; use another", 503, "unavailable")
+        self._check_draining()
         loop = asyncio.get_running_loop()
         parsed = await self._read_in_thread(request, read)
-        count = len(parsed.requests)
+        pending = PendingRequests(loop, parsed, self._engine_metrics)
+        with self._counted(len(parsed.requests)):
+            try:
+                await self._prefill_client.fetch(parsed.requests)
+                await asyncio.wrap_future(self.worker.call(pending.submit))
+                origin = replies.Origin(self.config.model, self.worker.engine.version)
+                response = form(parsed, pending.handles, origin, self._tokenizer)
+                if parsed.stream:
+                    return await self._send_stream(request, response, pending)
+                async for _ in pending.updates():
+                    pass
+                self._check_failed(pending.handles)
+                # All replies have ended, so that another thread may read them. Encoding many log-probs takes seconds.
+                body = await loop.run_in_executor(
+                    None, lambda: encode_in_pieces(response.complete())
+                )
+                return web.Response(body=body, content_type="application/json")
+            finally:
+                pending.leave()
+
+    def _check_draining(self) -> None:
+        if self._draining:
+            raise ApiError("the server is ending; use another", 503, "unavailable")
+
+    @contextlib.contextmanager
+    def _counted(self, count: int) -> Iterator[None]:
+        """Counts choices as active. Raises ApiError if there are too many."""
         if self._active + count > self.config.max_requests:
             raise ApiError(
                 f"{count} replies are requested and {self._active} are active, at most {self.config.max_requests}; "
@@ -281,22 +336,18 @@ class Server(HttpServer):
                 "overloaded",
             )
         self._active += count
-        pending = PendingRequests(loop, parsed, self._engine_metrics)
         try:
-            await asyncio.wrap_future(self.worker.call(pending.submit))
-            origin = replies.Origin(self.config.model, self.worker.engine.version)
-            response = form(parsed, pending.handles, origin, self._tokenizer)
-            if parsed.stream:
-                return await self._send_stream(request, response, pending)
-            async for _ in pending.updates():
-                pass
-            self._check_failed(pending.handles)
-            # All replies have ended, so that another thread may read them. Encoding many log-probs takes seconds.
-            body = await loop.run_in_executor(None, lambda: encode_in_pieces(response.complete()))
-            return web.Response(body=body, content_type="application/json")
+            yield
         finally:
             self._active -= count
-            pending.leave()
+
+    async def _prefill(self, request: web.Request) -> web.StreamResponse:
+        self._check_draining()
+        body = await self.read_body(request, lambda body: decode(body, PrefillRequest))
+        with _client_errors("ids"):
+            prompt = self._prefill_service.check(body)
+        with self._counted(1):
+            return await self._prefill_service.answer(request, prompt, body.start)
 
     async def _send_stream(self, request: web.Request, reply, pending: "PendingRequests"):
         """Sends server-sent events: one for each chunk, then [DONE] unless the events have names."""

@@ -61,6 +61,11 @@ class EngineShapes:
         """Returns the rows of a prefill of `count` sequences."""
         return bucket_size(count, self.max_prefill_rows, 1, 4)
 
+    @property
+    def pages_per_part(self) -> int:
+        """Maximum pages that are moved between engines at once: those of one chunk of a prompt."""
+        return max(1, self.prefill_chunk // self.page_size)
+
     def table_width(self, count: int) -> int:
         """Returns the columns of a table of `count` pages."""
         return self.max_pages if self.batch_invariant else bucket_size(count, self.max_pages, 4, 4)

@@ -14,6 +14,7 @@ class EngineStats:
       prompt_tokens: tokens of their prompts.
       cached_tokens: prompt tokens read from the cache.
       read_tokens: prompt tokens computed by prefills.
+      received_tokens: prompt tokens whose pages came from another engine.
       new_tokens: tokens of replies.
       host_seconds: time of the host's part of steps, in seconds.
       waiting_seconds: time that the host waited for the device, in seconds.
@@ -26,6 +27,7 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     read_tokens: int = 0
+    received_tokens: int = 0
     new_tokens: int = 0
     host_seconds: float = 0.0
     waiting_seconds: float = 0.0

@@ -102,6 +102,17 @@ def check_meshes(config: Any, cluster: Cluster) -> Iterator[PlanFinding]:
 
     launch/run_plan.py checks those of one stage of training.
     """
+    if hasattr(config, "prefill"):  # servers
+        for role, part, mesh in (
+            ("server", config, config.mesh),
+            ("prefill", config.prefill, config.prefill.mesh),
+        ):
+            try:
+                resolve(
+                    dataclasses.asdict(mesh), num_devices(part.hosts * part.devices, cluster.chip)
+                )
+            except ValueError as error:
+                yield PlanFinding(ERROR, "mesh", role, str(error))
     if not getattr(config, "has_engine_processes", False):
         return
     shape = config.cluster

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -127,14 +128,23 @@ def run_parts(
     return Times(stepped - began, stopped - stepped, ended - stopped)
 
 
-def run_server_parts(job: Job, url: str, timeout_s: float) -> Times:
+_RECEIVED = "glm5_received_tokens_total"  # metric of pages from other engines
+
+
+def run_server_parts(job: Job, url: str, timeout_s: float, receives_pages: bool = False) -> Times:
     """Waits for a reply of the server at `url`, stops everything, and waits for a reply of the restarted server.
 
-    timeout_s: time limit of each part, in seconds. Raises RehearsalFailed.
+    Raises RehearsalFailed.
+
+    Args:
+      job: job of the servers.
+      url: server that clients use.
+      timeout_s: time limit of each part, in seconds.
+      receives_pages: whether other servers must have prefilled the prompt.
     """
     began = time.monotonic()
     job.start()
-    _wait_for_reply(job, url, timeout_s)
+    _wait_for_reply(job, url, timeout_s, receives_pages)
     replied = time.monotonic()
     print(f"{replied - began:.0f} s until a reply; SIGTERM to all", flush=True)
     job.request_stop()
@@ -144,21 +154,27 @@ def run_server_parts(job: Job, url: str, timeout_s: float) -> Times:
     stopped = time.monotonic()
     print(f"{stopped - replied:.0f} s until all had stopped", flush=True)
     job.start()
-    _wait_for_reply(job, url, timeout_s)
+    _wait_for_reply(job, url, timeout_s, receives_pages)
     ended = time.monotonic()
     print(f"{ended - stopped:.0f} s until another reply", flush=True)
     return Times(replied - began, stopped - replied, ended - stopped)
 
 
-def _wait_for_reply(job: Job, url: str, timeout_s: float) -> None:
-    """Waits until a server is healthy, and requests some tokens. Raises RehearsalFailed."""
+def _wait_for_reply(job: Job, url: str, timeout_s: float, receives_pages: bool) -> None:
+    """Waits until a server is healthy, and requests some tokens after a prompt of some pages. Raises RehearsalFailed."""
     _wait(job, lambda: is_healthy(f"{url}/health", HEALTH_TIMEOUT_S), timeout_s, f"{url}/health")
-    body = json.dumps({"prompt": "a", "max_tokens": 4}).encode()
+    body = json.dumps({"prompt": "To be, or not to be: " * 20, "max_tokens": 4}).encode()
+    client, metrics = Client(url, timeout_s=timeout_s, direct=True), ""
     try:
-        with Client(url, timeout_s=timeout_s, direct=True).open("/v1/completions", body) as reply:
+        with client.open("/v1/completions", body) as reply:
             json.load(reply)
+        if receives_pages:
+            with client.open("/metrics") as reply:
+                metrics = reply.read().decode()
     except (ServerError, OSError, ValueError) as error:
         raise RehearsalFailed(f"{url} does not answer: {error}") from error
+    if receives_pages and not re.search(rf"^{_RECEIVED} [1-9]", metrics, re.MULTILINE):
+        raise RehearsalFailed(f"{url} has received no pages of the prompt; its log says why")
 
 
 def _wait(job: Job, is_done: Callable[[], bool], timeout_s: float, goal: str) -> None:

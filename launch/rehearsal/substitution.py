@@ -134,6 +134,9 @@ def small_form(config: Any, tiny: Any, rehearsal: Rehearsal) -> Any:
             "topology": small_topology(config.topology, hosts * config.devices),
         }
         changes |= {path: get(tiny, path) for path in ENGINE_SIZES}
+        if config.prefill.replicas:
+            changes["prefill"] = _small_prefill(config, rehearsal)
+            changes["server.prefill_min_tokens"] = 1
         return with_fields(config, changes)
     stages = {
         field.name: small_form(
@@ -145,6 +148,21 @@ def small_form(config: Any, tiny: Any, rehearsal: Rehearsal) -> Any:
         if isinstance(getattr(config, field.name), StageConfig)
     }
     return dataclasses.replace(config, **stages)
+
+
+def _small_prefill(config: Any, rehearsal: Rehearsal) -> Any:
+    """Returns the small form of a server's engines that only prefill."""
+    prefill, limit = config.prefill, rehearsal.max_processes
+    hosts = min(prefill.hosts, limit)
+    processes = min(config.hosts, limit) * max(1, config.devices)
+    num_devices = rehearsal.engine_devices * hosts * max(1, prefill.devices) // processes
+    return dataclasses.replace(
+        prefill,
+        replicas=min(prefill.replicas, limit),
+        hosts=hosts,
+        mesh=small_mesh(prefill.mesh, num_devices),
+        topology=small_topology(prefill.topology, hosts * prefill.devices),
+    )
 
 
 def _small_stage(config: Any, tiny: Any, rehearsal: Rehearsal) -> Any:

@@ -33,9 +33,14 @@ class ScriptedEngine(Engine):
         self._submitted: collections.deque[tuple[Handle, int]] = collections.deque()
         self.prompts: list[str] = []
 
-    def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
+    def submit(
+        self,
+        request: Request,
+        listener: Callable[[Handle], None] | None = None,
+        submitted_at: float | None = None,
+    ) -> Handle:
         limit = self.check(request)
-        handle = Handle(request, listener)
+        handle = Handle(request, listener, submitted_at)
         self._submitted.append((handle, limit - len(request.ids)))
         return handle
 

@@ -137,3 +137,18 @@ def test_rejects_drafts_without_mtp_layer():
         ValueError, match="num_speculative_tokens is 2, and the model has no MTP layer; use 0"
     ):
         make_engine(glm5.Glm5(cfg, params=params), 2)
+
+
+def test_moved_pages_hold_those_of_drafting_layer():
+    """Drafts after them are accepted as often as after a prefill of this engine."""
+    model, prompt = drafting_model(), [*base_prompts()[0], 5, 7, 9, 11, 5, 7, 9]
+    sampling = dataclasses.replace(GREEDY, max_tokens=NEW)
+    sender, receiver, alone = (make_engine(model) for _ in range(3))
+    sender.generate([prompt], dataclasses.replace(GREEDY, max_tokens=0))
+    part = sender.read_prefix(prompt, 0)
+    assert part is not None and receiver.write_prefix(prompt, part, 0) == part.count
+    for engine in (alone, receiver):
+        engine.generate([prompt], sampling)
+    assert receiver.stats.cached_tokens == part.count * sender.page_size > 0
+    assert receiver.stats.accepted == alone.stats.accepted
+    assert sum(receiver.stats.accepted[1:]) > 0

@@ -1,6 +1,7 @@
 """Tests an engine of several processes with runners of this process: commands, their connection, and their results."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.inference import commands
+from glm5_jax.inference.array_messages import encode
 from glm5_jax.inference.constraints import ReplyRules
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.followers.command_stream import CommandReceiver, CommandSender, ProcessLost
@@ -33,7 +35,7 @@ SAMPLING = Sampling(max_tokens=6, seed=3, ignore_eos=True)
 
 def round_trip(command, arrays=()):
     """Returns a command and its arrays as another process decodes them."""
-    message = memoryview(commands.encode(command, arrays))
+    message = memoryview(encode(command, arrays))
     start = 0
 
     def read(count: int) -> bytes:
@@ -41,7 +43,7 @@ def round_trip(command, arrays=()):
         start += count
         return bytes(message[start - count : start])
 
-    decoded = commands.decode(read)
+    decoded = commands.MESSAGES.read(read)
     assert start == len(message)
     return decoded
 
@@ -119,20 +121,20 @@ def test_follower_computes_same_tokens_and_weights():
     assert engine.version == 2
 
 
-def test_transfers_request_between_engines_with_followers():
+def test_moves_pages_between_engines_with_followers():
     relays = Relay(), Relay()
-    prefill, decode = map(make_engine, relays)
-    request = Request(list(range(1, 12)), SAMPLING)
-    [want] = complete(make_engine(Relay()), request)
-    handle = prefill.submit(request)
-    transfer = prefill.export_request(handle)
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(transfer.kv_state))
-    decode.import_request(transfer)
-    while decode.step():
-        pass
-    assert handle.completion.ids == want.ids and handle.completion.logprobs == want.logprobs
-    drawn = [int(o.sampled.tokens[0, 0]) for o in relays[1].outputs]
-    assert drawn[: len(want.ids) - 1] == want.ids[1:]
+    sender, receiver = map(make_engine, relays)
+    ids = list(range(1, 12))
+    [want] = complete(make_engine(Relay()), Request(ids, SAMPLING))
+    complete(sender, Request(ids, dataclasses.replace(SAMPLING, max_tokens=0)))
+    part = sender.read_prefix(ids, 0)
+    assert part is not None and receiver.write_prefix(ids, part, 0) == part.count
+    [reply] = complete(receiver, Request(ids, SAMPLING))
+    assert reply.cached_tokens == part.count * sender.page_size
+    assert reply.ids == want.ids
+    np.testing.assert_allclose(reply.logprobs, want.logprobs, atol=1e-5)
+    drawn = [int(o.sampled.tokens[0, 0]) for o in relays[1].outputs if o.count[0]]
+    assert drawn[: len(want.ids)] == want.ids
 
 
 @pytest.fixture
@@ -165,7 +167,7 @@ def test_connection_delivers_commands_in_order_and_stops(connection):
     receiver.reply(commands.Listening(port=81))
     receiver.reply(commands.StopRequested())
     assert stopping.wait(30) and sender.urls == ["http://127.0.0.1:81"]
-    read = commands.ReadSlot(dp_rank=1, slot=2)
+    read = commands.ReadPages()
     sender.send(read, [np.arange(3)])
     sender.stop()
     command, [pages] = receiver.receive()

@@ -263,7 +263,7 @@ def test_reports_end_of_each_choice_once():
     token = Token(5, -1.0, 0)
 
     class AcceptingWorker:
-        def submit(self, request, listener):
+        def submit(self, request, listener, submitted_at):
             return Handle(request, listener)
 
     async def collect_updates():

@@ -16,7 +16,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.paths.append(self.path)
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(self.server.reply if self.path == "/metrics" else b"{}")
 
     do_POST = do_GET
 
@@ -62,6 +62,15 @@ def test_server_replies_before_and_after_stop(server):
     run_server_parts(job, f"http://127.0.0.1:{server.server_port}", timeout_s=60)
     assert job.num_starts == 2
     assert server.paths == ["/health", "/v1/completions"] * 2
+
+
+def test_split_server_must_have_received_pages(server):
+    url = f"http://127.0.0.1:{server.server_port}"
+    server.reply = b"glm5_received_tokens_total 0.0"
+    with pytest.raises(RehearsalFailed, match="has received no pages of the prompt"):
+        run_server_parts(ServerJob(), url, timeout_s=60, receives_pages=True)
+    server.reply = b"# TYPE\nglm5_received_tokens_total 96.0\n"
+    run_server_parts(ServerJob(), url, timeout_s=60, receives_pages=True)
 
 
 def test_dead_server_fails_rehearsal(tmp_path):

@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from experiments import serve
+from experiments.serve import PrefillConfig
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.parallel.mesh import AXES, Region
 from glm5_jax.training.experiment import MeshConfig
@@ -127,3 +129,21 @@ def test_command_line_applies_rehearsal(tmp_path, monkeypatch):
     small = command_line.parse(argv)
     assert small.workdir == real.workdir
     assert (real.config.data.sequence_length, small.config.data.sequence_length) == (4096, 128)
+
+
+def test_server_with_separate_prefill_keeps_both_meshes():
+    prefill = PrefillConfig(
+        replicas=4, hosts=8, devices=4, topology="2x4x4", mesh=MeshConfig(fsdp=1, expert=-1)
+    )
+    config, small = load("serve.py:glm5", prefill=prefill, checkpoint="/data")
+    assert small.prefill == PrefillConfig(
+        replicas=2, hosts=2, devices=4, topology="8x1x1", mesh=MeshConfig(fsdp=1, expert=8)
+    )
+    assert (small.mesh.expert, small.server.prefill_min_tokens) == (8, 1)
+    decode, engines = serve.roles(config, ["--experiment=x", "--workdir=w"])
+    assert (decode.name, decode.count, engines.name, engines.count) == ("decode", 1, "prefill", 4)
+    assert "--experiment.server.prefill_urls={prefill.urls}" in decode.argv
+    assert "--experiment.only_prefills=True" in engines.argv and engines.port == decode.port + 1
+    assert "--workdir=w" not in (*decode.argv, *engines.argv)
+    with pytest.raises(ValueError, match="prefill.replicas is -1"):
+        PrefillConfig(replicas=-1)

@@ -40,12 +40,14 @@ SYSTEMS_ON = {
 ENGINES = EARLIER + ["--served_checkpoint=/data/w4a8", "--requires_data=false"]
 ORIGINS = ("sft", "reasoning", "agentic", "general")
 TEACHERS = [{"checkpoint": f"/data/{origin}", "origin": origin} for origin in ORIGINS]
+PREFILL = ["--prefill.replicas=2", "--prefill.hosts=8", "--prefill.devices=4"]
+PREFILL += ["--prefill.topology=2x4x4", "--prefill.mesh.fsdp=1", "--prefill.mesh.expert=-1"]
 SYSTEMS = {
     "rl_agentic:glm5": ENGINES,
     "rl_reasoning:glm5": ENGINES,
     "rl_general:glm5": [*ENGINES, "--judge=http://judge:8000"],
     "distill:glm5": [*ENGINES, f"--teachers={TEACHERS}"],
-    "serve:glm5": ["--checkpoint=/data/glm5", "--server.trusted_network=True"],
+    "serve:glm5": ["--checkpoint=/data/glm5", "--server.trusted_network=True", *PREFILL],
 }
 # The rehearsals of the slow tier: each program on one launcher. Stages of one role that are not among them start as these
 # do. Every recipe is checked at its size on every launcher.
@@ -73,7 +75,7 @@ def roles_of(recipe: str) -> set[str]:
     """Returns the names of a recipe's roles, without numbers."""
     if recipe in STAGES:
         return {"train"}
-    return {"serve"} if recipe == "serve:glm5" else PROGRAMS
+    return {"decode", "prefill"} if recipe == "serve:glm5" else PROGRAMS
 
 
 CHECKS = [(name, on) for name in STAGES for on in ("slurm", "gke")]

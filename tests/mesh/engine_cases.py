@@ -33,7 +33,7 @@ def on_mesh(params) -> dict:
 
 
 def replies(engine: Engine) -> list:
-    """Returns (ids, log-probs, versions, reason of the end) of requests, with cancels, new weights and a transfer."""
+    """Returns (ids, log-probs, versions, reason of the end) of requests, with cancels, new weights and moved pages."""
     rng = np.random.default_rng(0)
     lengths = (3, 9, 20, 1, 14, 7, 11, 2, 5)
     prompts = [rng.integers(0, CFG.vocab_size, n).tolist() for n in lengths]
@@ -57,11 +57,16 @@ def replies(engine: Engine) -> list:
             assert "the factor is 0" in str(error)
         while engine.step():
             pass
-    # A request leaves after its prefill and comes back, as to an engine that only decodes.
-    handles.append(engine.submit(Request(prompts[4], samplings[4])))
-    engine.import_request(engine.export_request(handles[-1]))
+    # Other ranks get the pages of a prompt, as from an engine that only prefills.
+    part = engine.read_prefix(prompts[2], 0)
+    assert part is not None and part.count == 2
+    ranks = range(engine.dp_size)
+    added = [engine.write_prefix(prompts[2], part, engine.version, rank) for rank in ranks]
+    rank = added.index(part.count)
+    handles.append(engine.submit(Request(prompts[2], samplings[2], dp_rank=rank)))
     while engine.step():
         pass
+    assert handles[-1].cached_tokens == 16
     completions = [handle.completion for handle in handles]
     return [[one.ids, one.logprobs, one.versions, one.finish_reason] for one in completions]
 

@@ -39,7 +39,7 @@ def run_in_two_processes(case: str, file) -> list:
 
 @pytest.mark.parametrize("case", engine_cases.CASES)
 def test_two_processes_reply_like_one(case, tmp_path):
-    """Requests, cancels, new weights, weights that cannot be read, and transfers of requests; log-probs to the bit."""
+    """Requests, cancels, new weights, weights that cannot be read, and moved pages; log-probs to the bit."""
     got, want = run_in_two_processes(case, tmp_path / "result.json"), engine_cases.run(case)
     assert got == want and len(want) == engine_cases.NUM_REPLIES
     assert {reply[3] for reply in want} == {"length", "cancelled"}

@@ -226,3 +226,47 @@ def test_writes_page_after_one_step(tmp_path):
     summary = report.summarise(tmp_path)
     assert (summary.step, summary.loss) == (1, None)
     assert str(summary).startswith("report")
+
+
+def test_report_of_rl_shows_rewards_policy_and_dropped_groups(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 5):
+            log.write(
+                {
+                    "step": step,
+                    "tokens": step * 100,
+                    report.REWARD: step / 4,
+                    "reward/std": 0.1,
+                    "reward_part/format": 1.0,
+                    report.HELD_OUT_REWARD: step / 8,
+                    "policy/entropy": 2.0,
+                    "policy/clip_frac_low": 0.125,
+                    "policy/clip_frac_high": 0.25,
+                    "policy/staleness": 3.0,
+                    "mismatch/expert_match_rate": 0.97,
+                    "share/addition": 0.5,
+                    "rollout/tokens": 40.0,
+                    "rollout/truncated": 0.0,
+                    "dropped/equal_rewards": 1.0,
+                    "seconds/train": 0.5,
+                }
+            )
+    (tmp_path / "config.json").write_text("{}")
+    page = Checker()
+    page.feed(report.write_page(tmp_path).read_text())
+    assert {
+        "Reward on held-out tasks",
+        "Parts of the reward",
+        "Entropy, nats per token",
+        "Staleness, steps",
+        "Equal choices, share",
+        "Tasks, shares of attempts",
+        "Tokens per attempt",
+        "Attempts and groups, shares",
+        "Groups dropped per batch",
+        "Seconds per step",
+    } <= page.plots.keys()
+    shares = {}
+    for title in ("Share of tokens masked", "Share of tokens trained on"):
+        shares |= {line["name"]: line["y"][-1] for line in page.plots[title]["series"]}
+    assert shares["masked"] == 0.375 and shares["inside"] == 0.625

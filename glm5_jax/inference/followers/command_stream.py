@@ -23,13 +23,13 @@ import jax
 import numpy as np
 
 from glm5_jax.compat import coordinator_host
+from glm5_jax.inference.array_messages import encode
 from glm5_jax.inference.commands import (
+    MESSAGES,
     Command,
     Listening,
     Stop,
     StopRequested,
-    decode,
-    encode,
 )
 from glm5_jax.parallel import multihost
 from glm5_jax.runtime.addresses import is_loopback
@@ -183,7 +183,7 @@ class CommandSender:
         """Reads the messages of a process until it ends."""
         try:
             while True:
-                message, _ = decode(lambda count: _read(connection, count))
+                message, _ = MESSAGES.read(lambda count: _read(connection, count))
                 if isinstance(message, Listening):
                     self._ports[number] = message.port
                 elif isinstance(message, StopRequested) and self.on_stop_requested:
@@ -206,7 +206,7 @@ class CommandReceiver:
     def receive(self) -> tuple[Command, list[np.ndarray]]:
         """Waits for the next command. Raises ProcessLost if the first process has ended."""
         try:
-            return decode(lambda count: _read(self._connection, count))
+            return MESSAGES.read(lambda count: _read(self._connection, count))
         except OSError as error:
             raise ProcessLost(f"the first process of the engine has ended ({error})") from None
 
