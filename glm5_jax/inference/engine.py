@@ -250,6 +250,7 @@ class Engine:
                 "the pages come from another kind of engine; model, page_size, num_speculative_tokens, index_cache and "
                 "latent_cache must be the same"
             )
+        self._runner.check_pages(part.arrays)
         if version != self.version or self.is_asleep:
             return 0
         ids, num_added, size = list(ids), 0, self._shape.pages_per_part

@@ -285,6 +285,13 @@ class Runner:
         """`layout_of` the pages."""
         return layout_of(self._contents)
 
+    def check_pages(self, arrays: List[AnyArray]) -> None:
+        """Raises ValueError unless arrays have the sizes of this engine's pages."""
+        mine = jax.tree.leaves(self._contents)
+        sizes = [[(a.shape[1:], a.dtype) for a in leaves] for leaves in (arrays, mine)]
+        if sizes[0] != sizes[1]:
+            raise ValueError("the pages have other sizes than those of this engine")
+
     def write_pages(self, dp_rank: int, pages: List[int], arrays: Iterable[np.ndarray]) -> None:
         """Launches the write of contents, as many as there are pages and at most `EngineShapes.pages_per_part`."""
         size = self._shape.pages_per_part

@@ -234,7 +234,9 @@ class Scheduler:
         later work is launched. There are fewer than `count` where some are cached already, and none if the pages
         before `start` are not cached or there is no room.
         """
-        cached, end = self.hold_prefix(ids, namespace), start + count
+        key = self._key(ids)
+        cached = self.prefixes.match(key, namespace)
+        end = min(start + count, len(key) // self._size)
         if not start <= len(cached) < end:
             self.pool.drop(cached)
             return start, []
@@ -243,8 +245,7 @@ class Scheduler:
         except OutOfPages:
             added = []
         if added:
-            key = self._key(ids)[: end * self._size]
-            self.prefixes.insert(key, [*cached, *added], namespace)
+            self.prefixes.insert(key[: end * self._size], [*cached, *added], namespace)
         self.pool.drop([*cached, *added])
         return len(cached), added
 

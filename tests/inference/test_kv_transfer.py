@@ -101,6 +101,12 @@ def test_adds_only_pages_that_are_missing_and_have_room():
     assert small.num_free_pages == 2 - small.num_cached_pages
     with pytest.raises(ValueError, match="page_size, num_speculative_tokens, .* must be the same"):
         make_engine(page_size=8).write_prefix(prompt, parts[0], 0)
+    for wrong in ([], [array[:, 1:] for array in parts[0].arrays]):
+        with pytest.raises(ValueError, match="other sizes"):
+            make_engine().write_prefix(prompt, parts[0]._replace(arrays=wrong), 0)
+    fresh = make_engine()
+    assert fresh.write_prefix(prompt[: PAGE + 1], parts[0], 0) == 1, "no pages after the prompt"
+    assert fresh.num_free_pages == 18 - 1
     sender.update_weights(jax.tree.map(lambda x: 2 * x, glm5.params_of(light_model())), 1)
     assert sender.read_prefix(prompt, 0) is None, "new weights have other pages"
 

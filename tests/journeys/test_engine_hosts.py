@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.inference.client import Client
 from glm5_jax.runtime.supervisor import read_events
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.contracts.source_tree import ROOT
@@ -43,18 +45,25 @@ def launched(checkpoint: Path, workdir: Path, **fields):
             process.wait(90)
 
 
-def complete(url: str, **more):
-    """Returns the reply to the prompt with its log-probs."""
+def complete(url: str, prompt: str = PROMPT, **more):
+    """Returns the reply to a prompt with its log-probs."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         return client.completions.create(
             model="glm-5-tiny",
-            prompt=PROMPT,
+            prompt=prompt,
             max_tokens=12,
             temperature=1,
             seed=7,
             logprobs=1,
             **more,
         )
+
+
+def received_tokens(url: str) -> float:
+    """Returns the number of tokens whose pages came from another engine."""
+    with Client(url).open("/metrics") as response:
+        text = response.read().decode()
+    return float(re.search(r"^glm5_received_tokens_total (.*)$", text, re.MULTILINE)[1])
 
 
 def scores_of(reply) -> tuple[str, list[float]]:
@@ -121,3 +130,35 @@ def test_engine_of_two_processes_serves_and_restarts_whole(tmp_path):
     wait_until_gone(pids)
     events = [event.what for event in read_events(tmp_path / "two" / "roles")]
     assert events == ["started", "ready", "died"] * 2 + ["started", "ready", "stopped"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engine_that_prefills_may_span_hosts_and_be_lost(tmp_path):
+    """The engine that decodes has one device, and the other one eight in two processes."""
+    checkpoint, prompts = tmp_path / "model", [f"{number} {PROMPT}" for number in range(3)]
+    save_hf(model(), checkpoint, tokenizer=Tokenizer.default())
+    plain = {"devices": 1, "engine.page_size": 4}
+    with launched(checkpoint, tmp_path / "one", **plain) as (_, next_url):
+        url = next_url()
+        want = [scores_of(complete(url, prompt)) for prompt in prompts]
+        assert received_tokens(url) == 0
+    split = {"replicas": 1, "hosts": 2, "devices": 4, **MESH}
+    fields = plain | {f"prefill.{name}": value for name, value in split.items()}
+    fields["server.prefill_min_tokens"] = 5
+    with launched(checkpoint, tmp_path / "two", **fields) as (_, next_url):
+        _, url = next_url(), next_url()
+        counts = []
+        for number, prompt in enumerate(prompts):
+            if number == 1:
+                pids = processes_of(checkpoint)
+                os.kill(pids[0], signal.SIGKILL)
+                wait_until_gone(pids)
+            if number == 2:
+                next_url()
+                time.sleep(6)  # until the engine is asked again
+            got = scores_of(complete(url, prompt))
+            assert got[0] == want[number][0]
+            np.testing.assert_allclose(got[1], want[number][1], atol=1e-5)
+            counts.append(received_tokens(url))
+        assert 0 < counts[0] == counts[1] < counts[2]
