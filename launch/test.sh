@@ -48,6 +48,9 @@ for tier in slow aot device; do
   has_tier "$tier" || marks+="${marks:+ and }not $tier"
 done
 
+# Images of containers often set it. Every worker, and every program that a test starts, would compile the same modules.
+unset PYTHONDONTWRITEBYTECODE
+
 export JAX_PLATFORMS=cpu
 if has_tier device; then
   JAX_PLATFORMS=

@@ -4,6 +4,7 @@ The XLA flags only speed up compilation. `GLM5_JAX_TEST_XLA_FLAGS=` (empty) runs
 `plain_env` fixture is for child processes without them.
 """
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -13,7 +14,11 @@ import tempfile
 import hypothesis
 import pytest
 
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FAST_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    # Several parts of a program cost a third more CPU time, and the other cores have tests of their own.
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Later versions abort a process with an unknown flag.
     FAST_COMPILE += " --xla_cpu_use_fusion_emitters=false"
@@ -42,11 +47,27 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_folder())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["MPLBACKEND"] = "agg"
+# Waiting threads of NumPy would take CPU time from the other worker.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.update(TEST_ONLY)
 
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("tests")
+
+
+# JAX, too, looks for garbage whenever Python does, which is every 700 objects by default.
+gc.set_threshold(20_000)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects the tests without garbage collections, which would visit all modules and tests again and again."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 # These tests take minutes each. They run first, because a worker with one of them would finish last.

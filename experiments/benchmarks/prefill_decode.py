@@ -5,7 +5,7 @@
 Each engine is a server in a process of its own with one core. Chats of 20 to 60 tokens arrive at `--rate` a second, prompts
 of 3,000 tokens at `--long_rate` (both Poisson); each gets 40 tokens. Without --checkpoint the weights are random, of the
 19.4M model of the other benchmarks. Prints the time to the first token (TTFT) and of each further one (TPOT) of either kind.
-Expected figures: docs/results/serving.md. Six minutes on two idle cores.
+Needs two idle cores: with other work on them the two layouts cannot be compared.
 """
 
 import argparse

@@ -144,7 +144,8 @@ def test_run_continues_after_gateway_lost_records(stack, engine):
     with gateway(engine, port=int(gate.rpartition(":")[2])):
         groups = fleet.train()
         assert len(groups) == 4 and not rollout_ids(groups) & rollout_ids(before)
-        assert {group.number for group in groups} >= {0}
+        # Which of the lost groups end first depends on the machine.
+        assert {group.number for group in groups} & {group.number for group in before}
 
 
 def test_batch_is_not_ready_while_gateway_is_down(stack, engine, tmp_path):
