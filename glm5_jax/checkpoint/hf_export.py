@@ -106,7 +106,8 @@ def save_hf(
     }
     # Everything goes to a partial folder first.
     out = pathlib.Path(out).absolute()
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    process = multihost.broadcast_from_first(os.getpid)  # all processes must use the same folder
+    partial = out.parent / f".{out.name}.{process}.partial"
     files = _divide(sizes, max_shard_bytes)
 
     def begin():
@@ -293,7 +294,8 @@ def _tensor(pieces: list[hf_names.Piece], leaves, dtype) -> np.ndarray:
 def _gather(leaf, at: tuple[int, ...]) -> None:
     """Does the part of this process in `_on_host` of another one."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        fetch_slice(leaf, at)
+        # CPU devices run programs that nothing waits for in any order, but the processes must run theirs in the same.
+        jax.block_until_ready(fetch_slice(leaf, at))
 
 
 def _on_host(leaf, at: tuple[int, ...]) -> np.ndarray:
