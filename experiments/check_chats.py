@@ -15,7 +15,7 @@ is reduced to the right ones (rejection sampling). --verify=repetition rejects r
 
 Unread fields, such as misspelt ones, are listed with their number of lines. The assistant's mistakes, which stay in
 the context but outside the loss, are listed too; they are no reason to leave a line out
-(glm5_jax/data/conversation.py). The exit code is 1 if a line was left out, 2 for a wrong argument.
+(glm5_jax/data/conversation.py). The exit code is 1 if a line was left out or none is valid, 2 for a wrong argument.
 """
 
 import contextlib
@@ -43,6 +43,10 @@ def main(arguments: list[str]) -> int:
         options = _parser().parse_args(arguments)
         missing = [path for path in options.files if not path.is_file()]
         if missing:
+            if missing[0].is_dir():
+                raise ValueError(
+                    f"{missing[0]} is a folder; give jsonl files, as {missing[0]}/*.jsonl"
+                )
             raise ValueError(f"no file {missing[0]}; give jsonl files")
         if options.write and options.write.exists():
             raise ValueError(f"{options.write} exists; give --write a new name, or remove it")
@@ -69,6 +73,7 @@ class _Counts:
       samples, tokens, trained: samples of the valid lines, their tokens, and those that are trained on.
       mistakes: mistakes in the valid lines.
       fields: (first location, number of lines) of each field that is not read.
+      has_reasoning: whether a reply of a valid line has reasoning.
     """
 
     lines: int = 0
@@ -79,6 +84,7 @@ class _Counts:
     trained: int = 0
     mistakes: int = 0
     fields: dict[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    has_reasoning: bool = False
 
     def add(self, chat: SelectedLine) -> None:
         """Counts a valid line."""
@@ -90,12 +96,17 @@ class _Counts:
         self.samples += len(chat.counts)
         self.tokens += sum(count for count, _ in chat.counts)
         self.trained += sum(count for _, count in chat.counts)
+        messages = chat.conversation.messages
+        self.has_reasoning |= any(message.get("reasoning_content") for message in messages)
 
     def print(self) -> None:
         """Prints the fields that are not read, and the counts."""
         for name, (location, count) in sorted(self.fields.items()):
             line = f"the field {name} is not read: {count:,} lines have it, the first is {location}"
             print(make_printable(line))
+        # The server's default is a reply with thinking, which a model of such chats has never seen.
+        if self.num_valid and not self.has_reasoning:
+            print('no reply has reasoning; request replies without it: reasoning_effort="none"')
         print(
             f"{self.lines:,} lines, {self.dropped:,} of them left out; {self.samples:,} samples of {self.tokens:,} "
             f"tokens, {self.trained / max(1, self.tokens):.0%} of them trained on; {self.mistakes:,} mistakes that are "
@@ -152,7 +163,7 @@ def _check(options, tokenizer: Tokenizer) -> int:
     counts.print()
     if out:
         print(f"{counts.num_valid:,} lines written to {options.write}")
-    return 1 if counts.dropped else 0
+    return 0 if counts.num_valid and not counts.dropped else 1
 
 
 def _num_after_last_reply(messages: Sequence[Mapping]) -> int:

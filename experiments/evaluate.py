@@ -7,6 +7,7 @@
 :questions  tasks of a .jsonl or .py file, as those of rl_reasoning.py (glm5_jax/envs/reasoning/task_file.py):
          {"question": "7 * 8?", "answer": "56"}. Each reply is judged by the task's verifier; --attempts=N asks
          N times. OUT/results.jsonl has the replies and rewards. The same command continues an evaluation.
+         --endpoint.thinking=False requests replies without thinking, for a model of chats without reasoning.
 :swe     software engineering tasks: a data set of build_environments.py in DIR, with --agent=gold, nop or policy, or with
          --predictions=FILE in SWE-bench's form. OUT/reports has the lists of tests of each attempt.
 :harbor  terminal tasks: folders in Harbor's format in DIR (or DIR itself, if it is one). Each is attempted in one
@@ -108,6 +109,8 @@ class EndpointConfig:
       tokenizer: checkpoint whose tokenizer counts tokens; None: the shipped one, which counts more than those of large
         models.
       temperature, top_p: sampling options of each reply; None: the server's defaults.
+      thinking: whether replies are requested as the server's default has them; False: without thinking, for a model of
+        chats without reasoning.
     """
 
     base_url: str | None = None
@@ -116,6 +119,7 @@ class EndpointConfig:
     tokenizer: str | None = None
     temperature: float | None = 0.7  # GLM-5 B.2, of Terminal-Bench 2.0
     top_p: float | None = 1.0  # GLM-5 B.2
+    thinking: bool = True
 
     def __post_init__(self):
         if self.base_url is not None:
@@ -133,9 +137,11 @@ class EndpointConfig:
         return None if self.api_key_file is None else read_key(self.api_key_file)
 
     @property
-    def sampling(self) -> dict[str, float]:
-        """Returns the sampling options of each request."""
-        options = {"temperature": self.temperature, "top_p": self.top_p}
+    def sampling(self) -> dict[str, Any]:
+        """Returns the options of each request: of sampling, and of thinking."""
+        options: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        if not self.thinking:
+            options["chat_template_kwargs"] = {"enable_thinking": False}
         return {name: value for name, value in options.items() if value is not None}
 
 
@@ -398,6 +404,13 @@ def show_questions(evaluation: QuestionEvaluation) -> None:
     console.print(table)
     if num_failed:
         print(f"{num_failed} attempts could not be graded: the same command repeats them")
+    graded = [result for result in evaluation.results().values() if result["reward"] is not None]
+    replies = [result["reply"] for result in graded]
+    if num_empty := sum(not reply.strip() for reply in replies):
+        print(
+            f"{num_empty} of {len(replies)} replies have no text after their thinking; for a model of chats without "
+            "reasoning: --experiment.endpoint.thinking=False"
+        )
     print(f"results  {evaluation.results_file}")
 
 

@@ -13,7 +13,10 @@ Starts from the sparse model. Routed experts are trained as int4 (QAT). The loss
 except its mistakes.
 
 :tiny    for two CPU cores: shipped and generated chats (glm5_jax/data/chat_tasks.py), 1024 tokens, about four
-         minutes. experiments/ablations/thinking.py measures the result.
+         minutes. experiments/ablations/thinking.py measures the result. It takes your chats too, and a model such as
+         that of the quickstart. For 50 short chats, in about a minute:
+         glm5 run sft:tiny,mixed --checkpoint=WORKDIR --data.sources="[{'chats': 'FILE.jsonl'}]"
+             --data.sequence_length=128 --batch.start=1024 --batch.end=1024 --batch.multiple=1024 --train.steps=100
 :small   for one accelerator: 32K. It takes your chats, each category with its weight:
          glm5 run sft:small,mixed --checkpoint=WORKDIR
              --data.sources="[{'chats': 'agent/*.jsonl', 'category': 'agent', 'mode': 'preserved'}]"

@@ -25,7 +25,7 @@ import importlib
 import sys
 
 from glm5_jax.runtime.config_fields import close_names
-from glm5_jax.runtime.terminal import print_error
+from glm5_jax.runtime.terminal import print_error, print_page
 from launch import experiment_files, experiment_help
 
 PROGRAMS = ("local", "on_ray", "slurm", "gke", "ssh_commands", "compile", "rehearse")
@@ -81,7 +81,7 @@ def _list(words: list[str]) -> int:
     if words:
         print_error(f"unexpected argument {words[0]!r}; `glm5 list` takes none")
         return 2
-    print(experiment_help.describe_all())
+    print_page(experiment_help.describe_all())
     return 0
 
 

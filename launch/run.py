@@ -43,7 +43,7 @@ from absl import flags
 from glm5_jax.runtime.folder_lock import FolderLock
 from glm5_jax.runtime.placement import EXIT_RESTART
 from glm5_jax.runtime.preemption import PreemptionGuard
-from glm5_jax.runtime.terminal import clean_logging, print_error
+from glm5_jax.runtime.terminal import clean_logging, print_error, print_page
 from launch import command_line, experiment_files, experiment_help, xla_flags
 
 HELP = {"-h", "--help"}
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     xla_flags.reserve_gpu_memory(os.environ)
     try:
         if HELP & set(argv[1:]):
-            print(describe([word for word in argv if word not in HELP]))
+            print_page(describe([word for word in argv if word not in HELP]))
             return 0
         with PreemptionGuard(ends=True):
             command = command_line.parse(argv)

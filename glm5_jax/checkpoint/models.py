@@ -325,7 +325,9 @@ def _check_path(path) -> pathlib.Path:
     """Returns the path of a checkpoint. Raises ValueError if there is none."""
     path = pathlib.Path(path)
     if not path.exists():
-        raise ValueError(f"checkpoint {path} does not exist")
+        raise ValueError(
+            f"checkpoint {path} does not exist; give a run's workdir, one of its checkpoints/STEP, or an HF folder"
+        )
     if path.is_dir() and not _is_run(path) and not (path / "config.json").exists():
         stages = sorted(p.name for p in path.iterdir() if (p / "checkpoints").is_dir())
         if stages:

@@ -99,7 +99,7 @@ class Client:
         try:
             return self._opener.open(request, timeout=timeout_s or self._timeout_s)
         except urllib.error.HTTPError as error:
-            raise ServerError(_message(error), error.code) from None
+            raise ServerError(_message(error, self._url), error.code) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ServerError(f"no server answers at {self._url}: {reason}") from None
@@ -130,8 +130,9 @@ def _choice(line: bytes) -> dict | None:
     return choice
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _message(error: urllib.error.HTTPError, url: str) -> str:
+    """Returns the message of an error response, or for a server of another API its address and its status."""
     try:
         return str(json.loads(error.read(MAX_BYTES))["error"]["message"])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError):
-        return f"{error.code} {error.reason}"
+        return f"the server at {url} responds with {error.code} {error.reason}, not in the form of this API"

@@ -35,8 +35,8 @@ class ProgressBar:
     def __init__(
         self, total: int, done: int = 0, unit: str = "step", stream: IO[str] | None = None
     ):
-        self._console = Console(file=stream or sys.stderr, highlight=False)
-        self._out = Console(file=stream or sys.stdout, highlight=False)
+        self._console = _make_console(stream or sys.stderr)
+        self._out = _make_console(stream or sys.stdout)
         self._total, self._done, self._unit = total, done, unit
         self._first = None  # (step, its time); the time before it is compilation
         self._printed = float("-inf")
@@ -92,7 +92,7 @@ def spinner(text: str, stream: IO[str] | None = None) -> Iterator[None]:
 
     Without a terminal it prints a line per `WAIT_INTERVAL_S`, hence none for work of less than a minute.
     """
-    console, text = Console(file=stream or sys.stderr, highlight=False), make_printable(text)
+    console, text = _make_console(stream or sys.stderr), make_printable(text)
     if console.is_terminal:
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
@@ -113,6 +113,15 @@ def spinner(text: str, stream: IO[str] | None = None) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _make_console(stream: IO[str]) -> Console:
+    console = Console(file=stream, highlight=False)
+    if not console.is_jupyter:
+        return console
+    # In Jupyter a console would ignore its file and make an HTML output of every line. Streams there claim to be a
+    # terminal, but notebooks store the codes that redraw a bar.
+    return Console(file=stream, highlight=False, force_jupyter=False, force_terminal=False)
 
 
 def _format_time(seconds: float) -> str:

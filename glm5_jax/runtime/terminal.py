@@ -7,6 +7,7 @@ keys. So every program prints such text through `make_printable`: errors by `pri
 
 import io
 import logging
+import os
 import sys
 import unicodedata
 
@@ -25,6 +26,15 @@ def print_error(error: object) -> None:
     text = make_printable(str(error).strip())
     cut = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]} ..."
     print("error:", cut, file=sys.stderr)
+
+
+def print_page(text: str) -> None:
+    """Prints a long text. A reader that closes the pipe early, such as `head`, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes standard output again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def clean_logging() -> None:

@@ -114,6 +114,19 @@ class StageConfig:
         raise NotImplementedError
 
     @property
+    def row_length_field(self) -> str:
+        """Returns the field that sets the tokens of a row."""
+        return "length"
+
+    def check_length(self) -> None:
+        """Raises ValueError, with the flag to change, if a row is longer than the model's positions."""
+        try:
+            self.model.check_length(self.row_length)
+        except ValueError as error:
+            flag = f"--experiment.{self.row_length_field}={self.model.max_position_embeddings}"
+            raise ValueError(f"{error} ({flag})") from None
+
+    @property
     def first_batch_rows(self) -> int:
         """Returns the minimum rows of the first batch.
 

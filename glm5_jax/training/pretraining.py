@@ -65,6 +65,10 @@ class ExperimentConfig(StageConfig):
         return self.data.sequence_length
 
     @property
+    def row_length_field(self) -> str:
+        return "data.sequence_length"
+
+    @property
     def first_batch_rows(self) -> int:
         return self.batch.start // self.row_length
 

@@ -172,7 +172,8 @@ def num_tokens(config: BatchRampConfig, steps: int) -> int:
 def _check(config: BatchRampConfig):
     if config.multiple < 1 or config.start % config.multiple or config.end % config.multiple:
         raise ValueError(
-            f"batch ramp {config.start} -> {config.end}: both must be multiples of {config.multiple}"
+            f"batch.start is {config.start} and batch.end {config.end}; both must be multiples of batch.multiple, "
+            f"{config.multiple}"
         )
     if not 0 < config.start <= config.end:
         raise ValueError(f"batch ramp {config.start} -> {config.end} must rise from above 0")

@@ -124,7 +124,7 @@ class Stage(Generic[Config]):
             )
         config.check_data()
         check_sinks(config.train.sinks)
-        config.model.check_length(config.row_length)
+        config.check_length()
         config.check_rows(self._region)
         if config.model.lora.rank:
             check_targets(config.model)

@@ -94,6 +94,15 @@ def test_rejects_equal_ids_and_empty_file(tmp_path):
         TaskFile(file="tasks.csv")
 
 
+@pytest.mark.parametrize("name", ["no.py", "no.jsonl"])
+def test_names_missing_file(name, tmp_path):
+    with pytest.raises(ValueError, match=f"the task file .*{name} does not exist; give a"):
+        TaskFile(file=str(tmp_path / name)).load()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"the task file .*{name} is a folder; give a"):
+        TaskFile(file=str(tmp_path / name)).load()
+
+
 def test_reports_fields_that_no_verifier_reads(tmp_path, caplog):
     load_tasks(write(tmp_path, [{"question": "1?", "answer": "1", "difficulty": 3}]))
     assert "no verifier reads the fields difficulty" in caplog.text

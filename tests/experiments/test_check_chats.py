@@ -168,7 +168,19 @@ def test_reports_wrong_arguments_in_one_line(run, capsys, tmp_path):
 
 def test_reports_empty_file(run):
     code, out = run([])
-    assert code == 0 and out[0].endswith("data.jsonl: has no line")
+    assert code == 1 and out[0].endswith("data.jsonl: has no line")
+
+
+def test_refuses_folder(tmp_path, capsys):
+    assert check_chats.main([str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder; give jsonl files" in capsys.readouterr().err
+
+
+def test_tells_how_to_request_replies_of_chats_without_reasoning(run):
+    note = 'no reply has reasoning; request replies without it: reasoning_effort="none"'
+    assert note in run([GOOD])[1]
+    assert note not in run([GOOD, chat(answer_with("B", reasoning_content="because"))])[1]
+    assert note not in run(["{"])[1]
 
 
 def test_reports_invalid_length_and_content(run):

@@ -35,12 +35,12 @@ def answer(messages):
     return "\\boxed{2}" if "1+1" in messages[-1]["content"] else "\\boxed{B}"
 
 
-def prepare(tmp_path, replies, rows=ROWS, temperature=0.5, length=4096, **fields):
+def prepare(tmp_path, replies, rows=ROWS, temperature=0.5, length=4096, thinking=True, **fields):
     """Returns an evaluation in tmp_path/out and its scripted client."""
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = evaluate.QuestionsConfig(file=str(file), **fields)
-    changes = dict(base_url="http://127.0.0.1:9", temperature=temperature)
+    changes = dict(base_url="http://127.0.0.1:9", temperature=temperature, thinking=thinking)
     endpoint = dataclasses.replace(config.endpoint, **changes)
     config = dataclasses.replace(config, endpoint=endpoint)
     client = ScriptedClient(replies)
@@ -76,6 +76,24 @@ def test_default_sampling_is_that_of_paper(tmp_path):
     wanted = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 131_072}
     for _, fields in client.requests:
         assert {name: fields[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("thinking", "options"), [(True, None), (False, {"enable_thinking": False})]
+)
+def test_requests_replies_without_thinking(thinking, options, tmp_path):
+    evaluation, client = prepare(tmp_path, answer, thinking=thinking)
+    asyncio.run(evaluation.run())
+    assert [fields.get("chat_template_kwargs") for _, fields in client.requests] == 2 * [options]
+
+
+def test_tells_flag_if_replies_have_no_text(tmp_path, capsys):
+    evaluation, _ = prepare(tmp_path, lambda messages: "")
+    asyncio.run(evaluation.run())
+    evaluate.show_questions(evaluation)
+    shown = capsys.readouterr().out
+    assert "2 of 2 replies have no text" in shown
+    assert "--experiment.endpoint.thinking=False" in shown
 
 
 def test_repeats_only_attempts_without_reward(tmp_path):

@@ -45,6 +45,19 @@ class Strange(HttpServer):
         return {"GET": {"/v1/models": answer(self._models)}, "POST": chats}
 
 
+class FileServer(HttpServer):
+    """Server that has no models and responds in its own form."""
+
+    def __init__(self):
+        super().__init__(ListenConfig(port=0))
+
+    def routes(self):
+        async def handler(request):
+            return web.Response(status=404, body=b"<html>no such file</html>")
+
+        return {"GET": {"/v1/models": handler}}
+
+
 @pytest.mark.parametrize(
     "models", [b"", b"{}", b'{"data": []}', b"[1]", b"\xff", b"[" * 100_000], ids=range(6)
 )
@@ -52,6 +65,13 @@ def test_refuses_invalid_models(models, capsys):
     with Strange(models, b"").running() as url:
         assert chat.main(["chat", f"--url={url}"]) == 2
     assert "is not of this API" in capsys.readouterr().err
+
+
+def test_names_server_without_this_api(capsys):
+    """Another program may listen at the port, as a file server does."""
+    with FileServer().running() as url:
+        assert chat.main(["chat", f"--url={url}"]) == 2
+    assert f"the server at {url} responds with 404 Not Found" in capsys.readouterr().err
 
 
 def chunk(**fields) -> bytes:

@@ -54,7 +54,11 @@ def error_of(capsys, workdir, *argv) -> str:
         ([TINY, "--experiment.train.steps=x"], "--experiment.train.steps is 'x'; it must be"),
         ([TINY, "--experiment.model.attention=x"], "attention is 'x'; use 'dense' or 'sparse'"),
         ([TINY, "--experiment.mesh.fsdp=3"], "mesh fsdp=3 does not divide the 8 devices"),
-        ([TINY, "--experiment.data.sequence_length=2048"], "exceeds max_position_embeddings 1024"),
+        (
+            [TINY, "--experiment.data.sequence_length=2048"],
+            "exceeds max_position_embeddings 1024; shorten the sequence or extend the model's positions "
+            "(--experiment.data.sequence_length=1024)",
+        ),
         (
             [TINY, "--experiment.batch.start=100"],
             "batch.start is 100 tokens; it must be a multiple",
@@ -65,7 +69,10 @@ def error_of(capsys, workdir, *argv) -> str:
         ),
         ([TINY, "--experiment.tokenizer=none.json"], "no tokenizer at none.json"),
         ([TINY, "--experiment.model.vocab_size=2000"], "the tokenizer has 2048 ids"),
-        ([TINY, "--experiment.checkpoint=nowhere"], "checkpoint nowhere does not exist"),
+        (
+            [TINY, "--experiment.checkpoint=nowhere"],
+            "checkpoint nowhere does not exist; give a run's",
+        ),
         (
             [f"--experiment={ROOT}/experiments/dsa_warmup.py:tiny"],
             "dsa_warmup:tiny starts from trained weights; give --experiment.checkpoint=PATH",

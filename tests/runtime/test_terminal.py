@@ -2,13 +2,15 @@
 
 import io
 import logging
+import os
 import re
+import sys
 
 import pytest
 
 from experiments import check_chats
 from glm5_jax.runtime.console import ProgressBar, spinner
-from glm5_jax.runtime.terminal import clean_logging, make_printable, print_error
+from glm5_jax.runtime.terminal import clean_logging, make_printable, print_error, print_page
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -23,6 +25,15 @@ def test_prints_error_with_line_breaks_only(capsys):
 def test_truncates_long_error(capsys):
     print_error("x" * 1_000_000)
     assert len(capsys.readouterr().err) < 5000
+
+
+def test_prints_page_to_reader_that_ends_early(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        print_page("x" * 2**17)
+        print("more")
 
 
 def test_makes_log_messages_printable(capsys, monkeypatch):
@@ -49,6 +60,16 @@ def test_shows_progress_without_control_characters(is_terminal, monkeypatch):
     shown = out.getvalue()
     assert "52;c;cm0gLXJm" in shown and "\x1b]" not in shown and "\x07" not in shown
     assert is_terminal or not CONTROL.search(shown)
+
+
+def test_prints_plain_progress_to_streams_in_jupyter(capsys, monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressBar(1) as bar:
+        bar.print("sample")
+        bar.update(1, "end")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("sample\n", "step 1/1  end\n")
 
 
 def test_prints_field_names_of_files_printably(tmp_path, capsys):

@@ -112,7 +112,8 @@ def test_ramp_of_no_tokens_is_constant():
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "match"), [(10, 32, "multiples of 4"), (8, 4, "rise"), (0, 4, "rise")]
+    ("start", "end", "match"),
+    [(10, 32, "multiples of batch.multiple, 4"), (8, 4, "rise"), (0, 4, "rise")],
 )
 def test_ramp_rejects_invalid_sizes(start, end, match):
     with pytest.raises(ValueError, match=match):

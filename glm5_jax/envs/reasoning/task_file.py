@@ -146,6 +146,9 @@ class TaskFile:
 def load_tasks(file: str, instruction: str = "") -> LoadedTasks:
     """Reads a task file. Raises ValueError that names the first invalid task, and OSError."""
     path = pathlib.Path(file)
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"the task file {file} {problem}; give a .jsonl or .py file of tasks")
     if path.suffix == ".py":
         return _load_module(path, instruction)
     rows = _read_rows(path)
