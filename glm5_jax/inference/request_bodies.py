@@ -80,7 +80,7 @@ class SamplingFields(JsonStruct, kw_only=True, frozen=True):
     logit_bias: (
         Annotated[
             dict[
-                Annotated[str, Meta(pattern="^[0-9]{1,9}$")],
+                Annotated[str, Meta(pattern=r"^(?:0|[1-9][0-9]{0,8})\Z")],
                 Annotated[float, Meta(ge=-100, le=100)],
             ],
             Meta(max_length=10_000),

@@ -218,7 +218,7 @@ class Tokenizer:
             more = file.with_name(_MORE_TEMPLATES).glob("*.jinja")
             more_templates = {path.stem: read_text(path) for path in sorted(more)}
             return cls(read_text(file), config, chat_template, more_templates)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"cannot read the tokenizer at {path}: {error}") from error
 
     @classmethod

@@ -10,6 +10,7 @@ from glm5_jax.envs.reasoning.final_answer import (
     chosen_letter,
     final_answer,
     program,
+    short_answer,
 )
 
 
@@ -32,6 +33,11 @@ from glm5_jax.envs.reasoning.final_answer import (
         ("It is $x+1$ where y is less", "x+1"),
         ("It is $x+1$, and the rest 3", "3"),
         ("It is \\(x+1\\)", "x+1"),
+        ("The answer is:\n\n$$\\frac{3}{4}$$\n", "\\frac{3}{4}"),
+        ("The answer is\n\\[\n3\n\\]\nas 1 + 2 shows.", "3"),
+        ("It takes 3 of 5.\n\n**Final answer:**\n\n**8 eggs**\n\nThat was 5 + 3.", "8"),
+        ("### Answer:\n-5", "-5"),
+        ("The answer is\n", ""),
         ("hello there", ""),
         ("", ""),
         ("\\boxed{}", ""),
@@ -70,6 +76,11 @@ def test_strips_currency_commas_and_unit_of_number(written, number):
     assert final_answer(f"\\boxed{{{written}}}") == number
 
 
+@pytest.mark.parametrize("reply", ["**Answer:**\n\nOslo", "The answer is:\n`Oslo`", "Answer: Oslo"])
+def test_takes_short_answer_from_line_of_claim_or_next(reply):
+    assert short_answer(f"Rome? No.\n{reply}\n\nIt is in Norway.") == "Oslo"
+
+
 def test_rejects_endless_answer():
     assert final_answer("\\boxed{" + "1+" * MAX_CHARACTERS + "1}") == ""
 
@@ -80,6 +91,7 @@ def test_rejects_endless_answer():
         "B", "(B)", "b", "B.", "**B**", "B) text", "Option B", "answer: B", "Answer: b", "The answer is (B).",
         "\\boxed{B}", "\\boxed{\\text{B}}", "\\boxed{(B) 5}", "Answer: B) A cell", "answer: B\nAnswer: B",
         "A) no\n\\boxed{B}", "The answer is B because A is wrong", "I took long.\nB", "A cell is small.\nAnswer: B",
+        "A) no\n**Answer:**\n\nB", "The answer is\n(B)",
     ],
 )  # fmt: skip
 def test_finds_claimed_letter(reply):
@@ -126,7 +138,7 @@ def test_finds_outermost_boxes():
 
 PIECES = (
     "\\(", "\\boxed{", "\\boxed{a}", "$", "$$ ", "{", "}", "```\n", "```x ", "```py\n", "1,", "1 ", ".1", "-", "A", "(A",
-    "(", " ", "\n", "answer ", "answer: ", "#### ", " or", "\\", "\\$", "A or ", "$1,",
+    "(", " ", "\n", "answer ", "answer: ", "answer:\n", "#### ", " or", "\\", "\\$", "A or ", "$1,",
 )  # fmt: skip
 
 

@@ -110,6 +110,18 @@ def test_honest_programs_pass(data, code):
          "assert half(4) == 2", "def half(n):\n    if n % 2: raise ValueError('odd')\n    return n // 2"),
         # They draw the same numbers in every run.
         slow("import random\nn = random.randrange(10**9)\nassert half(2 * n) == n", "def half(n): return n // 2"),
+        # Sets of texts have the same order in every run.
+        ("words = set('quick brown fox jumps over a lazy dog'.split())\nassert count(words) == 8\nfor word in words:\n"
+         "    assert count(word) == len(word)", "def count(s): return len(s)"),
+        slow("assert count(words()) == 8", "import random\ndef words(): return random.sample(list(set('abcdefgh')), 8)\n"
+             "def count(s): return len(s)"),
+        # Objects have attributes, a length and items.
+        ("s = Stack()\ns.push(3)\ns.push(4)\nassert s.pop() == 4 and s.items == [3] and len(s) == 1",
+         "class Stack:\n    def __init__(self): self.items = []\n    def push(self, n): self.items.append(n)\n"
+         "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)"),
+        ("assert list(up(3)) == [0, 1, 2] and 2 in up(3) and sorted(keys({'b': 1, 'a': 2})) == ['a', 'b']\ng = up(1)\n"
+         "assert next(g) == 0\ntry:\n    next(g)\n    raise RuntimeError\nexcept StopIteration:\n    pass",
+         "def up(n): yield from range(n)\ndef keys(d): return d.keys()"),
         slow("import math\nassert math.isclose(third(1), 1 / 3)\nassert round(third(1), 2) == 0.33",
          "def third(n): return n / 3"),
         slow("for n in (1, 2):\n    for m in (1, 2):\n        assert sum([n, m]) == n + m", "def sum(n): return n[0] + n[1]"),
@@ -207,6 +219,32 @@ SOME_CHEATS = (
 @pytest.mark.parametrize("cheat", slow_but(SOME_CHEATS, CHEATS))
 def test_cheats_score_zero(cheat):
     assert is_wrong(reward_of(ADD, CHEATS[cheat]))
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert all(map(lambda c: add(*c) == 3, [(1, 2)]))",
+        slow("assert not list(filter(lambda c: add(*c) != 3, [(1, 2)]))"),
+        slow("assert callable(add)\nfor got, want in zip(map(lambda c: add(*c), [(1, 2)]), [3]):\n    assert got == want"),
+    ],
+)  # fmt: skip
+def test_program_cannot_end_iterations_of_tests(tests):
+    code = "def add(a, b): raise StopIteration"
+    assert is_wrong(reward_of({"tests": tests, "names": ["add"]}, code), "StopIteration")
+
+
+def test_object_that_contains_everything_scores_zero():
+    code = "class All:\n    def __contains__(self, one): return True\n    def __iter__(self): return iter([1])\n"
+    data = {"tests": "assert 8 in divisors(8)", "names": ["divisors"]}
+    assert is_wrong(reward_of(data, code + "def divisors(n): return All()"))
+
+
+def test_tests_that_make_other_calls_in_each_run_give_no_reward(monkeypatch):
+    monkeypatch.setattr(verifiers, "MAX_ROUNDS", 3)
+    data = {"tests": "import os\nassert size(os.urandom(9)) == 9", "names": ["size"]}
+    reward = reward_of(data, "def size(b): return len(b)")
+    assert reward.value is None and "make other calls in each run" in reward.error
 
 
 def test_reports_forged_answer_to_fewer_calls():

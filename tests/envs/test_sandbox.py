@@ -181,6 +181,17 @@ def test_limits_memory_and_continues():
     assert execute(hog).stdout == b"400\n"
 
 
+def test_reports_that_processes_of_other_users_use_up_limit():
+    async def work(box):
+        fork = "i=0; while [ $i -lt %d ]; do sleep 30 & i=$((i+1)); done"
+        few = await box.exec(fork % 20, user="agent")
+        return few, await box.exec(fork % 30, user="root"), box.limits["processes"]
+
+    few, many, means = in_box(work, max_processes=40)
+    assert not few.out_of_processes
+    assert many.out_of_processes == means.startswith("cgroup")
+
+
 def test_limits_number_of_processes():
     text = "i=0; while [ $i -lt 60 ]; do sleep 30 & i=$((i+1)); done; echo all"
     assert b"all" not in execute(text, {"max_processes": 40}).stdout

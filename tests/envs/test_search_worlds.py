@@ -196,6 +196,22 @@ def test_equals_vectors_of_squad():
     assert f1("x", ["y"]) == 0 and f1("", ["y"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("known", "wrong", "right"),
+    [
+        ("3.5", "35", "3.5."),
+        ("-5", "5", "(-5)"),
+        ("$1,200.50", "$1,20050", "1200.50"),
+        ("C++", "C#", "c++"),
+        ("1990-95", "1990.95", "1990-95"),
+        ("U.S.", "S.U.", "US"),
+    ],
+)
+def test_keeps_signs_that_make_another_answer(known, wrong, right):
+    assert not exact(wrong, [known]) and f1(wrong, [known]) == 0
+    assert exact(right, [known])
+
+
 @pytest.mark.parametrize("claim", ["", " ", "an", ".", "the a"])
 def test_answer_without_words_scores_zero(claim):
     """SQuAD's normalisation turns "The The" and "!!!" into nothing, like an empty answer."""

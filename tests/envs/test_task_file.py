@@ -74,6 +74,24 @@ def test_selects_verifier_by_fields(tmp_path):
         ({"question": "1?", "answer": "1", "tools": None}, "give a list of names"),
         ({"messages": [{"role": "assistant", "content": "1"}], "answer": "1"}, "'assistant'"),
         ({"messages": "1?", "answer": "1"}, "messages is '1?'"),
+        (
+            {
+                "messages": [
+                    {"role": "wizard", "content": "1?"},
+                    {"role": "user", "content": "2?"},
+                ],
+                "answer": "1",
+            },
+            "wizard",
+        ),
+        ({"question": "1?", "answer": "1", "verifier": ["math"]}, "verifier is ['math']"),
+        ({"question": "1?", "answers": "Oslo"}, "answers is 'Oslo'"),
+        ({"question": "1?", "answers": [None]}, "answers is [None]"),
+        ({"question": "1?", "tests": "assert f()", "names": "f"}, "names is 'f'"),
+        ({"question": "1?", "cases": [{"input": 1, "output": "1"}]}, "cases is [{"),
+        ({"question": "1?", "answer": "1", "min_calls": "2"}, "min_calls is '2'"),
+        ({"question": "1?", "answer": "A", "choices": {"A": "x", "B": "y"}}, "choices is {'A'"),
+        ({"question": "1?", "answer": "A", "verifier": "science"}, "no choices"),
         ("1?", "write an object"),
     ],
 )

@@ -211,6 +211,9 @@ def test_rejects_unreadable_tokenizers(tmp_path):
     file.write_text(tokenizers.Tokenizer(models.BPE()).to_str())
     with pytest.raises(ValueError, match="only byte-level BPE"):
         Tokenizer.load(file)
+    file.with_name("tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer at .*tokenizer.json"):
+        Tokenizer.load(file)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ The judge finds the calls by running the tests. A call whose result is not known
 for itself, asserts are then ignored, and the tests run again once the results are there. So the calls of
 all asserts are made at once, and each may depend on earlier ones.
 
+Each run must make the same calls, so the hashes of texts, and with them the order of sets, must not differ
+between runs (`PYTHONHASHSEED`), and neither do random numbers.
+
 Uses only the standard library, for the Python of the sandbox (3.9 or later). An argument that the code
 changes in place stays unchanged for the tests.
 """
@@ -76,6 +79,8 @@ PLAIN = {
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
 }
+# Functions that are called in the sandbox of the policy's code, for operations of the tests on its objects.
+BUILTINS = {"getattr": getattr, "len": len, "list": list, "next": next}
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
 
 
@@ -84,8 +89,8 @@ def decode(form, references=None):
 
     Args:
       form: JSON from `encode`.
-      references: function by kind of reference ("name" of an object of the code, "result" of a call) that
-          returns its value; None rejects references.
+      references: function by kind of reference ("name" of an object of the code, "result" of a call,
+          "builtin" of `BUILTINS`) that returns its value; None rejects references.
     """
     if not isinstance(form, (dict, list)):
         return form
@@ -110,13 +115,18 @@ def answer(code, setup, calls):
     """
     # Dataclasses and other libraries look up the module of a class.
     module = sys.modules["solution"] = types.ModuleType("solution")
+    random.seed(0)
     try:
         exec(compile(code, "solution.py", "exec"), module.__dict__)
         exec(compile(setup, "setup.py", "exec"), module.__dict__)
     except BaseException as error:
         return {"broken": " ".join(_describe(error))}
     results, outcomes = [], []
-    references = {"name": module.__dict__.__getitem__, "result": results.__getitem__}
+    references = {
+        "name": module.__dict__.__getitem__,
+        "result": results.__getitem__,
+        "builtin": BUILTINS.__getitem__,
+    }
     for call in calls:
         result = None
         try:
@@ -150,8 +160,9 @@ class Unknown(Exception):
 class Reference:
     """An object of the policy's code: one of its names, an object that a call returned, or a result not known yet.
 
-    It can be called and passed as an argument. Every other operation, comparison included, raises
-    `refusal`.
+    It can be called and passed as an argument, and has attributes. An object that a call returned also has
+    a length and items, which must be plain values. Every other operation, comparison included, raises
+    `refusal`, because the policy's classes would decide on it.
     """
 
     def __init__(self, calls, form, refusal):
@@ -159,6 +170,35 @@ class Reference:
 
     def __call__(self, *args, **kwargs):
         return self.calls.make(self, args, kwargs)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if isinstance(self.refusal, Unknown):
+            raise self.refusal
+        return self._apply("getattr", name)
+
+    def __iter__(self):
+        items = self._of_object("list")
+        if isinstance(items, Reference):
+            raise items.refusal
+        return iter(items)
+
+    def __next__(self):
+        return self._of_object("next")
+
+    def __len__(self):
+        return self._of_object("len")
+
+    def _of_object(self, builtin):
+        """Returns the value of a builtin function of this object; raises `refusal` if it is none yet."""
+        if "result" not in self.form or isinstance(self.refusal, Unknown):
+            raise self.refusal
+        return self._apply(builtin)
+
+    def _apply(self, builtin, *args):
+        function = Reference(self.calls, {"builtin": builtin}, self.refusal)
+        return self.calls.make(function, (self, *args), {})
 
     def __copy__(self):
         return self
@@ -172,7 +212,7 @@ class Reference:
 
 
 for _name in (
-    "eq ne lt le gt ge hash bool len iter next contains getitem str repr format int float index complex round "
+    "eq ne lt le gt ge hash bool getitem str repr format int float index complex round "
     "abs neg pos invert add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
     "and rand or ror xor rxor lshift rshift divmod"
 ).split():
@@ -187,10 +227,13 @@ class Calls:
       calls: calls of this run.
       num_unknown: number of calls without a known result.
       num_asserts: number of asserts that were reached.
+      may_stop: whether a call may raise StopIteration. Elsewhere it would end a `map` of the tests before
+        its first comparison, so that `all(map(...))` holds.
     """
 
-    def __init__(self, known):
+    def __init__(self, known, may_stop=False):
         self.known = known
+        self.may_stop = may_stop
         self.calls = []
         self.num_unknown = self.num_asserts = 0
 
@@ -219,6 +262,9 @@ class Calls:
         name, text = outcome["raised"]
         kind = getattr(builtins, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            kind = RuntimeError
+        may_stop = self.may_stop or function.form == {"builtin": "next"}
+        if issubclass(kind, (StopIteration, StopAsyncIteration)) and not may_stop:
             kind = RuntimeError
         raise kind(f"{name}: {text}")
 
@@ -260,7 +306,7 @@ def judge(tests, prelude, names, calls, outcomes):
     # Scope of the tests: the prelude, and references to the policy's code.
     scope: dict[str, object] = {"__name__": "tests"}
     random.seed(0)
-    calls_made = Calls(known)
+    calls_made = Calls(known, may_stop="StopIteration" in tests)
     exec(compile(prelude, "prelude.py", "exec"), scope)
     for name in names:
         why = TypeError(f"{name} is the code's; tests can only call it")
@@ -294,6 +340,7 @@ def main():
     The last line of standard output is the result, or {"failed": reason}. What the code prints is
     discarded.
     """
+    sys.path[:] = [folder for folder in sys.path if folder]  # not the working folder
     request = json.loads(sys.stdin.buffer.read())
     reply = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_RDWR)

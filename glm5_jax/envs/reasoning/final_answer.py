@@ -3,7 +3,8 @@
 A reply may reason before it answers. The answer is the first of these forms that it has:
 
   1. \\boxed{...}: for a final answer the last one;
-  2. the last line "answer: ..." or "the answer is ...", or GSM8K's "#### ...", up to the end of the line;
+  2. the last line "answer: ..." or "the answer is ...", or GSM8K's "#### ...", up to the end of the line; if nothing
+     follows there, the next line, or the formula that begins there;
   3. the reply itself if it is one word or formula, else the last formula between dollars (or \\( and \\[)
     or the last number, whichever ends last.
 
@@ -30,6 +31,8 @@ _FACTORS = re.compile(
     r"thirds?|quarters?|squared|cubed|times|plus|minus|over|or|and|to|not|factorial|infinity|sqrt)\b"
 )
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+_EMPHASIS = " \t\r*_`:"  # what may surround the word "answer" if its answer is on another line
+_NEXT_LINE = re.compile(r"\s*(.*)")
 _FENCE = re.compile(r"(?ms)^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```")
 
 
@@ -37,22 +40,22 @@ def final_answer(reply: str) -> str:
     """Returns the expression that a reply gives as its answer, without the text around it; "" if it gives none."""
     boxes = boxed_contents(reply)
     if boxes:
-        return _plain(boxes[-1])
-    claims = [match["claim"] for match in _CLAIM.finditer(reply)]
+        return plain_answer(boxes[-1])
+    claims = _claims(reply)
     if claims:
-        return _plain(claims[-1])
+        return plain_answer(claims[-1])
     if len(reply.split()) == 1:
-        return _plain(reply)
+        return plain_answer(reply)
     matches = [*_FORMULA.finditer(reply), *_NUMBER.finditer(reply)]
     if not matches:
         return ""
     # If a formula ends with a number, take the formula.
-    return _plain(max(matches, key=lambda match: (match.end(), -match.start()))[0])
+    return plain_answer(max(matches, key=lambda match: (match.end(), -match.start()))[0])
 
 
 def short_answer(reply: str) -> str:
     """Returns the short answer of a reply, in the first form that it has; without any, the full reply."""
-    claims = boxed_contents(reply) or [match["claim"] for match in _CLAIM.finditer(reply)]
+    claims = boxed_contents(reply) or _claims(reply)
     claim = claims[-1] if claims else reply
     return (
         "" if len(claim) > MAX_CHARACTERS else _TEXT.sub(r"\1", claim).strip().strip("*`").strip()
@@ -61,7 +64,7 @@ def short_answer(reply: str) -> str:
 
 def chosen_letter(reply: str, num_choices: int = len(LETTERS)) -> str:
     """Returns the letter that a reply names, one of the first `num_choices`; "" if it names none or several."""
-    claims = boxed_contents(reply) or [match["claim"] for match in _CLAIM.finditer(reply)]
+    claims = boxed_contents(reply) or _claims(reply)
     if not claims:
         letters = {
             letter for line in reply.splitlines() for letter in _letters(line, strictly=True)
@@ -100,6 +103,19 @@ def boxed_contents(text: str) -> list[str]:
     return [inside for _, inside in boxes]
 
 
+def _claims(reply: str) -> list[str]:
+    """Returns what follows "answer:" and the like, in order; "" if nothing does."""
+    claims = []
+    for match in _CLAIM.finditer(reply):
+        claim = match["claim"]
+        if not claim.strip(_EMPHASIS):
+            if line := _NEXT_LINE.match(reply, match.end()):
+                formula = _FORMULA.match(reply, line.start(1))
+                claim = formula[0] if formula else line[1]
+        claims.append(claim)
+    return claims
+
+
 def nesting_depth(formula: str) -> int:
     """Returns the depth of the nested brackets of a formula, closed or not."""
     level = deepest = 0
@@ -112,7 +128,7 @@ def nesting_depth(formula: str) -> int:
     return deepest
 
 
-def _plain(claim: str) -> str:
+def plain_answer(claim: str) -> str:
     """Returns an answer without emphasis, the dollars around a formula, and the full stop.
 
     A number also loses currency, thousands' commas and unit, because math-verify would read letters as

@@ -5,10 +5,14 @@ policy's text. The caller enforces the time limit; the memory limit is set here.
 as Python beyond digits and arithmetic signs.
 """
 
+import fractions
+import itertools
 import logging
 import re
 import resource
 import signal
+from collections.abc import Iterator
+from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -17,7 +21,10 @@ from glm5_jax.runtime.process import serve
 MEMORY_BYTES = 2 * 2**30
 _FORMS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _WORD = re.compile(r"(?:\\(?:text|mathrm)\{)?\s*([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)\s*\}?")
-
+# Dates, and codes such as H2O, which SymPy would read as differences and products.
+_DATE = r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}\.\d{1,2}\.\d{4}"
+_LITERAL = re.compile(rf"{_DATE}|[A-Za-z]+\d+(?:[A-Za-z]\w*)?")
+_TYPESETTING = re.compile(r"\\[a-z]+\b|[{}_$\s\\]|(?<!\w)0+(?=\d)")
 _NAMED = re.compile(r"[^=≈,;<>!]*(?:=|≈)")  # left side of an equation
 _SPACES = re.compile(r"\\(?:left|right|displaystyle|q?quad|[,;:! ])|[~$\s]")
 _JOINT = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}")
@@ -40,9 +47,10 @@ _SIDE_BY_SIDE = re.compile(
 def equal(answer: str, truth: str, seconds: int) -> bool:
     """Returns whether two formulas, in LaTeX or plain, mean the same.
 
-    Words are compared as words, because SymPy would read a product of letters and accept "sey" for "yes".
-    If the truth consists only of numbers, the answer must too: "27 + 58" is no answer to the question what
-    27 + 58 is. The process ends if it takes longer than `seconds`.
+    Words, dates and codes are compared as texts, because SymPy would read a product of letters and accept "sey" for
+    "yes". If the truth consists only of numbers, the answer must too: "27 + 58" is no answer to the question what
+    27 + 58 is. It must also have all numbers that the parser reads in it, because the parser takes texts such as
+    "27\\{58\\}" for sums. The process ends if it takes longer than `seconds`.
     """
     # The caller kills the process earlier, unless the caller is stopped.
     signal.alarm(seconds)
@@ -52,15 +60,21 @@ def equal(answer: str, truth: str, seconds: int) -> bool:
             return word[1].lower().split() == right[1].lower().split()
         if word is not None or right is not None:
             return False
+        if _LITERAL.fullmatch(truth.strip()):
+            return _without_typesetting(answer) == _without_typesetting(truth)
         may_divide = re.search(r"[./]|frac", truth) is not None
-        if is_computed(truth) and not is_computed(answer, may_divide):
+        has_only_numbers = is_computed(truth)
+        if has_only_numbers and not is_computed(answer, may_divide):
             return False
-        return verify(_parsed(truth), _parsed(answer), timeout_seconds=None)
+        parsed = _parsed(answer)
+        if has_only_numbers and not all(_is_written(value, answer) for value in parsed):
+            return False
+        return verify(_parsed(truth), parsed, timeout_seconds=None)
     finally:
         signal.alarm(0)
 
 
-def is_computed(text: str, fractions: bool = True) -> bool:
+def is_computed(text: str, may_divide: bool = True) -> bool:
     """Returns whether nothing in a text is left to compute.
 
     It may hold numbers, single, side by side or in brackets, with their units and the left side of an
@@ -68,20 +82,87 @@ def is_computed(text: str, fractions: bool = True) -> bool:
 
     Args:
       text: formula, in LaTeX or plain.
-      fractions: whether numbers may be fractions; otherwise 36/2 is a division that is left to compute.
+      may_divide: whether numbers may be fractions; otherwise 36/2 is a division that is left to compute.
     """
-    for sign, plain in (("#", "?"), ("\\\\", ";"), ("\\approx", "≈"), ("\\$", " ")):
-        text = text.replace(sign, plain)
-    text = _NAMED.sub(" ", text)
-    text = _SPACES.sub(" ", text)
-    text = _WRAPPER.sub("", _UNIT.sub(" ", _JOINT.sub(",", text)))
-    if fractions:
+    text = _with_plain_signs(_NAMED.sub(" ", _with_plain_relations(text)))
+    if may_divide:
         text = _MIXED.sub(_join_mixed, text)
 
     def number(match):
-        return match[0] if match["fraction"] and not fractions else "#"
+        return match[0] if match["fraction"] and not may_divide else "#"
 
     return _SIDE_BY_SIDE.fullmatch(_NUMBER.sub(number, text)) is not None
+
+
+def _without_typesetting(text: str) -> str:
+    return _TYPESETTING.sub("", text).lower()
+
+
+def _with_plain_relations(text: str) -> str:
+    """Returns a text with one sign for "approximately", and without a sign that is used for numbers here."""
+    for sign, plain in (("#", "?"), ("\\\\", ";"), ("\\approx", "≈"), ("\\$", " ")):
+        text = text.replace(sign, plain)
+    return text
+
+
+def _with_plain_signs(text: str) -> str:
+    """Returns a text without spaces, units and fonts of LaTeX."""
+    return _WRAPPER.sub("", _UNIT.sub(" ", _JOINT.sub(",", _SPACES.sub(" ", text))))
+
+
+def _is_written(parsed: Any, text: str) -> bool:
+    """Returns whether a text has all numbers that the parser read in it, except for their signs."""
+    written = _written_numbers(_with_plain_signs(_with_plain_relations(text)))
+    for number in _numbers_inside(parsed):
+        value = abs(number.doit())
+        if not value.is_finite:
+            # The comparison takes "27\\infty 58" for a product.
+            if any(abs(part) != 1 for part in number.atoms() if part.is_finite):
+                return False
+            continue
+        value = fractions.Fraction(str(value if value.is_Rational else value.n(30)))
+        if value not in written and not any(abs(value - one) * 10**9 <= one for one in written):
+            return False
+    return True
+
+
+def _numbers_inside(parsed: Any) -> Iterator[Any]:
+    """Yields the numbers of SymPy in what the parser read: in sets, tuples, intervals, matrices and equations."""
+    if getattr(parsed, "is_number", False):
+        yield parsed
+    elif not isinstance(parsed, str):
+        for part in parsed if getattr(parsed, "is_Matrix", False) else parsed.args:
+            yield from _numbers_inside(part)
+
+
+def _written_numbers(text: str) -> set[fractions.Fraction]:
+    """Returns the absolute values of the numbers of a text, also as percentages, and a + b and a - b of a \\pm b."""
+    parts = [_values(part) for part in text.split("\\pm")]
+    values = {value for part in parts for value in part}
+    for before, after in itertools.pairwise(parts):
+        values |= {a + sign * b for a in before for b in after for sign in (1, -1)}
+    return {abs(value) for value in values}
+
+
+def _values(text: str) -> set[fractions.Fraction]:
+    """Returns the numbers of a text in all ways to read them: "1,234" is 1234, or 1 and 234."""
+    values = [_value(match[0]) for match in _NUMBER.finditer(text)]
+    values += map(_value, re.findall(r"\d+(?:\.\d+)?", text))
+    for integer, *parts in _MIXED.findall(text):
+        over, under = (part for part in parts if part)
+        values.append(_value(integer) + _value(f"{over}/{under}"))
+    return {*values, *(value / 100 for value in values)}
+
+
+def _value(number: str) -> fractions.Fraction:
+    """Returns the value of a text that `_NUMBER` matches; 0 of a fraction with the denominator 0."""
+    if power := re.search(r"10\^\{?([-+]?\d+)\}?$", number):
+        rest = number[: power.start()]
+        return fractions.Fraction(10) ** int(power[1]) * (_value(rest) if rest.strip("+-− ") else 1)
+    is_compact = "frac" in number and "{" not in number  # \frac12
+    parts = re.findall(r"\d" if is_compact else _PLAIN, number)
+    over, under = (fractions.Fraction(part.replace(",", "")) for part in (*parts, "1")[:2])
+    return over / under if under else under
 
 
 def _join_mixed(match) -> str:

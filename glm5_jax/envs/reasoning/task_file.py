@@ -46,6 +46,7 @@ from glm5_jax.envs.reasoning.python_tool import PYTHON
 from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
 from glm5_jax.runtime.files import read_lines
+from glm5_jax.text.messages import read_messages
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +266,7 @@ def make_task(
     messages = list(_messages(row))
     if kind is None:
         kind = row.get("verifier", _default_verifier(row))
-        if kind not in verifiers.KINDS:
+        if not isinstance(kind, str) or kind not in verifiers.KINDS:
             raise ValueError(
                 f"verifier is {kind!r}; use one of {', '.join(verifiers.KINDS)}, or a .py file with verify()"
             )
@@ -302,6 +303,7 @@ def _messages(row: Mapping) -> list[dict]:
         raise ValueError(
             f"the last message has the role {messages[-1].get('role')!r}; it must be the user's"
         )
+    read_messages(messages)  # raises for what no prompt can show
     return [dict(message) for message in messages]
 
 
@@ -318,18 +320,67 @@ def _default_verifier(row: Mapping) -> str:
 
 def _checked_data(data: dict[str, Any], kind: str) -> tuple[dict[str, Any], str]:
     """Returns the data of a built-in verifier and the text of the choices that the question must list."""
-    data = {key: value for key, value in data.items() if key in DATA_FIELDS}
-    if not any(data.get(name) not in (None, "", []) for name in REQUIRED[kind]):
+    data = {
+        key: value
+        for key, value in data.items()
+        if key in DATA_FIELDS and value not in (None, "", [])
+    }
+    if not data.keys() & set(REQUIRED[kind]):
         names = " or ".join(f'"{name}"' for name in REQUIRED[kind])
         raise ValueError(f"the task has no {names}, which the verifier {kind!r} needs")
-    answer = data.get("answer")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        data["answer"] = answer = str(answer)
-    if "answer" in data and not isinstance(answer, str):
-        raise ValueError(f"answer is {answer!r:.80}; give a text or a number")
+    if "answer" in data:
+        data["answer"] = _as_text(data["answer"])
+    if isinstance(answers := data.get("answers"), list | tuple):
+        data["answers"] = [_as_text(answer) for answer in answers]
+    for name, value in data.items():
+        what, holds = _CHECKS[name]
+        if not holds(value):
+            raise ValueError(f"{name} is {value!r:.80}; give {what}")
+    if kind == "science" and "choices" not in data:
+        raise ValueError("the task has no choices; give a list of them")
     if kind == "science" and isinstance(choices := data.get("choices"), list | tuple):
         return _checked_choices(data, [str(choice) for choice in choices])
     return data, ""
+
+
+def _as_text(answer: Any) -> Any:
+    """Returns a finite number as text, and any other value unchanged."""
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return str(answer) if is_number and math.isfinite(answer) else answer
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_cases(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(case, Mapping)
+        and all(isinstance(case.get(end), str) for end in ("input", "output"))
+        for case in value
+    )
+
+
+# Field of the data -> what it must be, and a test of it. A verifier would give no attempt a reward for other values.
+_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "answer": ("a text or a number", _is_text),
+    "answers": ("a list of texts", _are_texts),
+    "choices": ("a list", lambda value: isinstance(value, list | tuple) or _is_whole(value)),
+    "tests": ("a text", _is_text),
+    "names": ("a list of texts", _are_texts),
+    "setup": ("a text", _is_text),
+    "prelude": ("a text", _is_text),
+    "cases": ('a list of {"input": TEXT, "output": TEXT}', _are_cases),
+    "min_calls": ("a whole number from 0", _is_whole),
+}
 
 
 def _checked_choices(data: dict[str, Any], choices: list[str]) -> tuple[dict[str, Any], str]:

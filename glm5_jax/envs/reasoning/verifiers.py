@@ -146,6 +146,11 @@ class MathVerifier(_Binary):
 
     async def decide(self, task: Task, attempt: Attempt) -> AnswerVerdict:
         truth = _required(task, "answer", str)
+        if len(truth.split()) > 1 and attempt.reply.strip() == truth.strip():
+            # Of several words without a claim only the last number or formula would be read.
+            return AnswerVerdict(True)
+        # SymPy would read 1e-05 as e - 5.
+        truth = final_answer.plain_answer(truth) or truth
         answer = final_answer.final_answer(attempt.reply)
         if not answer:
             return AnswerVerdict(False, "the reply has no final answer")
@@ -303,8 +308,12 @@ class CodeVerifier(_Binary):
                 if "passed" in result:
                     return AnswerVerdict(result["passed"], result["why"])
                 calls = result["calls"]
-                request = {"code": program, "setup": task.data.get("setup", ""), "calls": calls}
-                outcomes, wrong = await self._run_role(box, "answer", request, clock)
+                answer_request = {
+                    "code": program,
+                    "setup": task.data.get("setup", ""),
+                    "calls": calls,
+                }
+                outcomes, wrong = await self._run_role(box, "answer", answer_request, clock)
                 tests_clock.of_program = True  # from here on the tests use the program's results
                 if not wrong and isinstance(outcomes, dict) and "broken" in outcomes:
                     wrong = f"does not run: {outcomes['broken']}"
@@ -312,13 +321,18 @@ class CodeVerifier(_Binary):
                     wrong = "forged its answer"
                 if wrong:
                     return AnswerVerdict(False, f"the program {wrong}")
+            # Otherwise the program's results differ.
+            result, _ = await self._run_role(bench, "judge", request, tests_clock)
+            if result and result.get("calls") != calls:
+                raise RuntimeError(f"the tests of task {task.id!r} make other calls in each run")
         return AnswerVerdict(
             False, f"the calls are others in each of {MAX_ROUNDS} runs of the tests"
         )
 
     async def _run_role(self, box, role: str, request: Mapping, clock: "_Clock") -> tuple[Any, str]:
         """Returns (result of a role of code_child.py, ""), or (None, reason) if it failed."""
-        command = [self._config.python, "-I", "-c", self._source, role]
+        # Python's -I would ignore the variable.
+        command = ["env", "PYTHONHASHSEED=0", self._config.python, "-s", "-c", self._source, role]
         ran = await clock.run(box, command, json.dumps(request))
         if wrong := clock.problem(ran):
             return None, wrong

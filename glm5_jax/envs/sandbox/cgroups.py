@@ -156,6 +156,18 @@ class Groups:
         counts = dict(line.split() for line in read_file(file).splitlines())
         return int(counts.get("oom_kill", 0))
 
+    def refused_processes(self) -> dict[pathlib.Path, int]:
+        """Returns how many processes the limit on their number refused, by group.
+
+        Kernels differ in whether they count them in the limited group or in that of the parent process.
+        """
+        folder = self._folders.get("pids")
+        counts = {}
+        for group in [folder, *self._commands] if folder else []:
+            words = read_file(group / "pids.events").split()
+            counts[group] = int(words[1]) if words[:1] == ["max"] else 0
+        return counts
+
     async def end(self, command: pathlib.Path, timeout_s: float) -> bool:
         """Kills all processes of the command; returns whether they are gone within the time limit."""
         write_file(command, "pids.max", 0)  # version 1 kills one by one, so nothing new may start

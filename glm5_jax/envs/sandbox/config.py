@@ -182,6 +182,8 @@ class ExecResult:
       timed_out: whether it was killed at its time limit.
       truncated: whether output was cut off.
       out_of_memory: whether processes of the sandbox were killed for lack of memory while it ran.
+      out_of_processes: whether the limit on the processes of all users refused one while it ran; False without
+        process groups.
       stdout_end, stderr_end: last bytes of a truncated stream after the cut.
       alert: description of what a `RightsPolicy` prevented or noticed; "" if nothing.
     """
@@ -192,6 +194,7 @@ class ExecResult:
     timed_out: bool = False
     truncated: bool = False
     out_of_memory: bool = False
+    out_of_processes: bool = False
     stdout_end: bytes = b""
     stderr_end: bytes = b""
     alert: str = ""

@@ -152,7 +152,7 @@ class Sandbox:
             group = groups.command()
         except OSError as error:
             raise SandboxError(f"no group of processes for a command: {error}") from error
-        kills = groups.memory_kills()
+        kills, refused = groups.memory_kills(), groups.refused_processes()
         child = self._enter(
             stdin=stdin,
             output_bytes=self.config.output_bytes,
@@ -170,6 +170,8 @@ class Sandbox:
         )
         try:
             ended = await child.wait(timeout_s)
+            counts = groups.refused_processes() if ended else {}
+            out_of_processes = any(count > refused.get(one, 0) for one, count in counts.items())
             if not ended:
                 await shield_until_done(self._end(child, group))
             kills = groups.memory_kills() - kills
@@ -179,7 +181,8 @@ class Sandbox:
         finally:
             self._close(child)
             groups.tidy()
-        return await self._interpret(command, child, ended=ended, kills=kills)
+        result = await self._interpret(command, child, ended=ended, kills=kills)
+        return dataclasses.replace(result, out_of_processes=out_of_processes)
 
     async def _interpret(
         self, command: str | Sequence[str], child: EntryProcess, *, ended: bool, kills: int

@@ -1,4 +1,7 @@
-"""Compares short answers with known ones by SQuAD's rules (Rajpurkar et al. 2016)."""
+"""Compares short answers with known ones by SQuAD's rules (Rajpurkar et al. 2016).
+
+Other than there, signs that make another answer stay: those of numbers, and those after a name, as in "C++".
+"""
 
 import collections
 import re
@@ -6,12 +9,16 @@ import string
 from collections.abc import Sequence
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_DECISIVE = r"(?<=\d)\.(?=\d)|(?<![\w)])-(?=\.?\d)|(?<![\w)-])\.(?=\d)|(?<=[a-z])[+#]+"
+_SIGNS = re.compile(rf"({_DECISIVE})|[{re.escape(string.punctuation)}]")
 
 
 def normalize(answer: str) -> str:
-    """Returns an answer in lower case, without ASCII punctuation and articles, with single blanks between words."""
-    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+    """Returns an answer in lower case, without articles and ASCII punctuation that decides nothing, with single blanks
+    between words.
+    """
+    plain = _SIGNS.sub(lambda match: match[1] or "", answer.lower())
+    return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def exact(answer: str, known: Sequence[str]) -> bool:

@@ -150,7 +150,7 @@ _RUNNER_CONFIG = re.compile(
     r"conftest\.py|\.?pytest\.(?:ini|toml)|tox\.ini|sitecustomize\.py|usercustomize\.py|.*\.pth"
     r"|\.mocharc(?:\..*)?|mocha\.opts|(?:jest|vitest|vite)(?:\.\w+)?\.config\..*|\.npmrc"
     r"|vitest\.(?:workspace|projects)\..*|babel\.config\..*|\.babelrc(?:\..*)?|\.swcrc|jest-preset\..*"
-    r"|phpunit(?:\..*)?\.xml(?:\.dist)?|\.rspec|spec_helper\.rb|rails_helper\.rb|\.rubyopt"
+    r"|phpunit(?:\..*)?\.xml(?:\.dist)?|\.rspec(?:-local)?|go\.work|spec_helper\.rb|rails_helper\.rb|\.rubyopt"
     r"|CTestCustom\.cmake|CTestTestfile\.cmake|jvm\.config|maven\.config|junit-platform\.properties"
 )
 

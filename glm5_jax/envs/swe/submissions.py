@@ -26,23 +26,26 @@ IGNORED_FOLDERS = frozenset(
 )
 _PLUGINS = re.compile(
     r"(?:^|/)[^/]+\.(?:dist|egg)-info/|(?:^|/)\.mvn/|(?:^|/)\.bundle/|(?:^|/)\.user\.ini$|(?:^|/)php\.ini$"
-    r"|(?:^|/)__mocks__/|(?:^|/)META-INF/services/(?:org\.junit|junit)\."
+    r"|(?:^|/)(?:__mocks__|mockito-extensions)/|(?:^|/)META-INF/services/(?:org\.junit|junit)\."
 )
 # Parts of test runners and assertion libraries. A file of this name would be loaded instead.
 _OF_RUNNERS = re.compile(
     r"(?:^|/)(?:org/(?:junit|hamcrest|opentest4j|assertj|mockito|testng|apiguardian)|junit/framework)/"
     r"|(?:^|/)lib/(?:minitest|rspec|test/unit)(?:/|\.rb$)"
     r"|(?:^|/)(?:gtest|gmock|catch2|doctest|unity|cmocka)/[^/]+\.h(?:pp)?$"
+    # Compilers look in a project's folders before their own.
+    r"|(?:^|/)(?:assert|setjmp|stdarg|stddef|stdio|stdlib|string)\.h$|(?:^|/)(?:cassert|cstdio|cstdlib|iostream)$"
     r"|(?:^|/)(?:unity|unity_internals|catch|catch_all|catch_amalgamated|doctest|cmocka|check)\.h(?:pp)?$"
 )
 _VENDORED = frozenset({"vendor", "third_party", "thirdparty", "external", "extern", "_vendor"})
+# Modules of pytest, and those that Python imports at its start. They may also be folders.
 _RUNNER_MODULES = frozenset(
-    ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
+    "pytest _pytest pluggy iniconfig packaging pygments py sitecustomize usercustomize".split()
 )
 # Sections of files that configure test runners and builds alike.
 _SETUP_SECTIONS = re.compile(r"tool:pytest|tool\.pytest.*|aliases")
-_HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+\s*(?:#.*)?$", re.MULTILINE)
-_PACKAGE_KEYS = ("mocha", "jest", "vitest", "ava", "tap", "nyc", "imports")
+_HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+\s*(?:[#;].*)?$", re.MULTILINE)
+_PACKAGE_KEYS = ("babel", "mocha", "jest", "vitest", "ava", "tap", "nyc", "imports")
 _GO_REPLACE = re.compile(r"^\s*replace\b.*|=>.*", re.MULTILINE)
 _ENABLES_TESTS = re.compile(
     r"(?i)\b(?:function|macro)\s*\(\s*(?:add_test|enable_testing|target_sources|add_executable)\b.*"
@@ -189,7 +192,8 @@ def _tools(text: str) -> object:
 
 def _sections(text: str, names: re.Pattern[str]) -> list[str]:
     """Returns the sections of an INI file with these names."""
-    parts = _HEADER.split(text)
+    # Readers of such files also end lines at carriage returns and form feeds.
+    parts = _HEADER.split("\n".join(text.removeprefix("\ufeff").splitlines()))
     return [
         f"{name}\n{body.strip()}"
         for name, body in zip(parts[1::2], parts[2::2])

@@ -314,9 +314,10 @@ class Grader:
                 raise SubmissionError(f"while the tests ran, {done.alert}")
             await _check_links(box, [*_TEMPORARY, *(submission.files if submission else [])])
             verdict = await _verdict_of(box, task, done)
-            # A program that was killed leaves no output, so that two different outputs look equal.
-            if done.out_of_memory and (verdict.reward or 0) > 0:
-                raise SubmissionError("while the tests ran, memory ran out")
+            # A program that was killed or not started leaves no output, so that two different outputs look equal.
+            if (done.out_of_memory or done.out_of_processes) and (verdict.reward or 0) > 0:
+                what = "memory ran out" if done.out_of_memory else "no more processes could start"
+                raise SubmissionError(f"while the tests ran, {what}")
             return verdict
 
     async def _grade_in_place(self, task: TerminalTask, image: Image, box: Sandbox) -> Verdict:

@@ -111,6 +111,21 @@ for _ in range(450):
     os.write(file, bytes(1 << 20))
 time.sleep(8)
 """
+# A program of the tests that cannot fork prints nothing, like this one.
+FILLS_PROCESSES = """#!/usr/bin/python3
+import os, time
+while True:
+    try:
+        if os.fork():
+            continue
+    except OSError:
+        break
+    for number in (0, 1, 2):
+        os.close(number)
+    os.setsid()
+    time.sleep(4)
+    os._exit(0)
+"""
 REFLECTED_SETS = """class Bag:
     def __rsub__(self, other): return set()
     def __sub__(self, other): return set()
@@ -163,5 +178,10 @@ ATTACKS = {
     "compiled with a false name": ("run module", COMPILED),
     "a link to the root": ("recursive grep", "mkdir -p /app/src; ln -s / /app/src/link"),
     "memory that is full": ("reference", file("/app/prog", FILLS_MEMORY)),
+    "processes that are full": ("reference", file("/app/prog", FILLS_PROCESSES)),
 }  # fmt: skip
-QUICK = ("an open file of the answers", "an archive in place of a folder")
+QUICK = (
+    "an open file of the answers",
+    "an archive in place of a folder",
+    "processes that are full",
+)

@@ -20,7 +20,7 @@ decided by the executed file, from outside the sandbox (`sandbox.entry.supervise
 Nobody opens a file of the tests, or a reward, by a path that leads there through a link
 (`sandbox.entry.watch`). Processes of tests are hidden from the attempt's, which could read expected results
 in their arguments. Folders of the attempt are last on PATH, and are nobody's home. LD_LIBRARY_PATH and its like have
-no effect on programs with rights. A reward from tests during which the disk was full does not count.
+no effect on programs with rights. A reward from tests during which disk, memory or processes ran out does not count.
 
 `terminal.forms` lists what an attempt can still forge. These files are copied into the sandbox and import
 only Python's standard library.
