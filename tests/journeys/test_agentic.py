@@ -107,7 +107,8 @@ def test_trains_while_engines_sample(checkpoint, tmp_path, staleness):
     print(f"staleness {staleness}: engines generate in {share:.0%} of the trainer's busy time")
     assert share > 0.5 if staleness else share < 0.25
     page = (workdir / "report" / "index.html").read_text()
-    assert all(f">{chart}</text>" in page for chart in CHARTS) and "<td>idle</td>" in page
+    assert all(f'"title":"{chart}"' in page for chart in CHARTS) and "<td>idle</td>" in page
+    assert ">Busy intervals of each program</text>" in page
     for life in lives:
         assert f">{life.name} {life.pid}</text>" in page
         assert f"<td>{life.name}</td><td>{life.pid}</td>" in page
