@@ -56,6 +56,13 @@ def test_lifecycle_trains_on_several_hosts(env, tmp_path):
     """Every stage trains in two processes, and those of RL have engines, gateway, orchestrator and task service."""
     spec = f"--experiment={small_lifecycle.__file__}:small"
     flags = ["--hosts=2", "--devices=1", f"--workdir={tmp_path / 'life'}"]
+    # A random model solves no task of the lifecycle, and without rewards the policy would stay equal to its teacher.
+    file = tmp_path / "words.py"
+    file.write_text(TASKS.replace("NAME", file.stem))
+    tasks = [{"file": str(file), "held_out_fraction": 0.0}]
+    flags += [
+        f"--experiment.{name}={tasks}" for name in ("rl_reasoning.tasks", "distill.reasoning")
+    ]
     command = [sys.executable, "-m", "launch.local", spec, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
