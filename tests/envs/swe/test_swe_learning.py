@@ -27,7 +27,7 @@ from tests.rl.fleet import Engine, gateway, orchestrator_config, service_config,
 TOKENIZER = Tokenizer.load("bytes")
 OPERATORS = ("<", ">", "==")
 CHOICES = (*OPERATORS, "!=")
-NUM_FUNCTIONS, NUM_INSTANCES, NUM_HELD_OUT = 18, 12, 4
+NUM_FUNCTIONS, NUM_INSTANCES = 18, 12
 STEPS, RATE = 8, 4.0
 
 
@@ -91,6 +91,10 @@ def train(dataset, builder, shuffles: bool) -> tuple[float, float]:
     instances = [
         instance for instance in dataset.instances.values() if len(instance.FAIL_TO_PASS) == 1
     ]
+    # Every comparison is held out and trained on, whatever the order in which the instances were made.
+    instances.sort(key=lambda one: (re.search(r"\n\+.* a (\S+) b", one.patch)[1], one.instance_id))
+    held_out = instances[::3]
+    training = [instance for instance in instances if instance not in held_out]
     policy, rng = TablePolicy(), random.Random(0)
     limits = SweAttemptConfig(max_turns=6, timeout_s=300.0)
     with contextlib.ExitStack() as stack:
@@ -101,8 +105,8 @@ def train(dataset, builder, shuffles: bool) -> tuple[float, float]:
         service = SweService(
             service_config(url, **options),
             AttemptRunner(dataset, builder),
-            instances[NUM_HELD_OUT:],
-            instances[:NUM_HELD_OUT],
+            training,
+            held_out,
             TOKENIZER,
             limits,
         )
@@ -110,13 +114,13 @@ def train(dataset, builder, shuffles: bool) -> tuple[float, float]:
         client = OrchestratorClient(url, patience_s=60.0)
         until(lambda: client.status()["tasks"], 60.0)
         client.begin(0, 0)
-        before = client.evaluate(NUM_HELD_OUT, 600.0)["swe"]["reward"]
+        before = client.evaluate(len(held_out), 600.0)["swe"]["reward"]
         for step in range(STEPS):
             update(policy, client.take(step, 900.0), rng if shuffles else None)
             client.mark_trained(step)
             policy.version = step + 1
             client.push(step + 1)
-        after = client.evaluate(NUM_HELD_OUT, 600.0)["swe"]
+        after = client.evaluate(len(held_out), 600.0)["swe"]
     assert after["failed"] == 0
     return before, after["reward"]
 
