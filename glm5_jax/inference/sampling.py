@@ -264,6 +264,7 @@ def row_keys(row: SamplingParamsRow) -> Shaped[Array, " b"]:
 
 def _sampled_tokens(logprobs, tokens, num_top: int) -> SampledTokens:
     of_tokens = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    num_top = min(num_top, logprobs.shape[-1])  # small vocabularies have fewer tokens
     top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
     return SampledTokens(
         tokens=tokens,

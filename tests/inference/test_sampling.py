@@ -98,6 +98,12 @@ def test_greedy_takes_likeliest_token():
     assert (np.asarray(sample_tokens(Sampling(top_k=2), logits=tied).tokens) < 2).all()
 
 
+def test_reports_all_tokens_of_small_vocabulary():
+    row = param_rows([Sampling(temperature=0)], [0], [0], 2)
+    output = draw(LOGITS[None], row, truncate=False, num_top=V + 8)
+    assert output.top_ids[0].tolist() == np.argsort(-LOGITS).tolist()
+
+
 def test_row_does_not_depend_on_batch():
     samplings = [CASES[i % 9] for i in range(16)]
     rng = np.random.default_rng(1)
