@@ -3,6 +3,7 @@
 The head is the structure with the dtypes and shapes of the arrays. Receivers know the type of the structure.
 """
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -52,7 +53,10 @@ def _split(body: bytes, types: Iterable[tuple[str, tuple[int, ...]]]) -> Iterabl
     """Yields the arrays in the bytes of a message."""
     start = 0
     for name, shape in types:
-        dtype = np.dtype(name)
-        count = int(np.prod(shape))
-        yield np.frombuffer(body, dtype, count, start).reshape(shape)
+        try:
+            dtype = np.dtype(name)
+            count = math.prod(shape)
+            yield np.frombuffer(body, dtype, count, start).reshape(shape)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"an array of {name:.40} {shape} cannot be read: {error}") from None
         start += count * dtype.itemsize

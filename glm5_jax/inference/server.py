@@ -96,6 +96,7 @@ class ServerConfig(ListenConfig):
       prefill_urls: URLs of servers of the same checkpoint that prefill long prompts for this one, separated by commas
         (kv_transfer/client.py); empty: none.
       prefill_min_tokens: minimum tokens of a prompt, without those in the cache, for which they are asked.
+      prefill_silence_s: maximum time in which such a server sends nothing, in seconds; then this one prefills the prompt.
       pull_hosts: names, addresses and networks of machines from which weights are pulled, besides the client's own.
       defaults: values of fields that a request leaves out.
     """
@@ -107,6 +108,7 @@ class ServerConfig(ListenConfig):
     push_timeout_s: float = 120.0
     prefill_urls: str = ""
     prefill_min_tokens: int = 512  # ours, not measured on accelerators
+    prefill_silence_s: float = 30.0
     pull_hosts: tuple[str, ...] = ()
     defaults: Defaults = Defaults()
 
@@ -115,7 +117,7 @@ class ServerConfig(ListenConfig):
         check_pull_hosts(self.pull_hosts)
         for url in self.prefill_servers:
             check_url("prefill_urls", url)
-        for name in ("max_requests", "push_timeout_s", "prefill_min_tokens"):
+        for name in ("max_requests", "push_timeout_s", "prefill_min_tokens", "prefill_silence_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
@@ -171,6 +173,7 @@ class Server(HttpServer):
             model=config.model,
             min_tokens=config.prefill_min_tokens,
             timeout_s=config.timeout_s,
+            max_silence_s=config.prefill_silence_s,
             api_key=self.api_key,
         )
         self._prefill_service = PrefillService(
@@ -347,7 +350,7 @@ class Server(HttpServer):
         with _client_errors("ids"):
             prompt = self._prefill_service.check(body)
         with self._counted(1):
-            return await self._prefill_service.answer(request, prompt, body.start)
+            return await self._prefill_service.answer(request, prompt, body.start, body.version)
 
     async def _send_stream(self, request: web.Request, reply, pending: "PendingRequests"):
         """Sends server-sent events: one for each chunk, then [DONE] unless the events have names."""

@@ -126,6 +126,7 @@ class RlConfig(StageConfig):
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; use one of {', '.join(OBJECTIVES)}")
         for name, minimum in (
+            ("length", 1),
             ("rows", 1),
             ("reward_concurrency", 1),
             ("max_loaded_teachers", 1),

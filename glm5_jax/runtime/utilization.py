@@ -12,12 +12,13 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from glm5_jax.metrics.jsonl import append_lines, read_objects
 
 _log = logging.getLogger(__name__)
+_MIN_SECONDS = 1e-3  # of a process's samples
 FOLDER = "utilization"
 SAMPLE_INTERVAL_S = 0.5  # between two lines while nothing changes
 POLL_INTERVAL_S = (
@@ -103,11 +104,18 @@ def read_utilization(workdir: str | os.PathLike, begin: float = 0.0) -> list[Pro
     for path in sorted((pathlib.Path(workdir) / FOLDER).glob("*.jsonl")):
         samples: dict[int, list[UtilizationSample]] = collections.defaultdict(list)
         for line in read_objects(path):
-            sample = UtilizationSample(**line)
-            if sample.time >= begin:
+            sample = _read_sample(line)
+            if sample is not None and sample.time >= begin:
                 samples[sample.pid].append(sample)
         runs += [_process_run(path.stem, group) for group in samples.values() if len(group) > 1]
     return runs
+
+
+def _read_sample(line: Mapping[str, Any]) -> UtilizationSample | None:
+    """Returns the sample of a line; None if it holds none, such as a line of another release."""
+    values = [line.get(name) for name in UtilizationSample._fields]
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return UtilizationSample(*numbers) if len(numbers) == len(values) else None  # pyright: ignore[reportArgumentType]
 
 
 def _process_run(name: str, samples: Sequence[UtilizationSample]) -> ProcessRun:
@@ -122,7 +130,7 @@ def _process_run(name: str, samples: Sequence[UtilizationSample]) -> ProcessRun:
         else:
             spans.append((sample.time, next_sample.time))
     first, last = samples[0], samples[-1]
-    seconds = last.time - first.time
+    seconds = max(last.time - first.time, _MIN_SECONDS)  # somebody may have set the clock back
     cpu = (last.cpu - first.cpu) / seconds
     return ProcessRun(
         name=name,

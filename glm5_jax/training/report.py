@@ -4,6 +4,7 @@ Both are derived from `config.json`, `metrics.jsonl`, `starts.jsonl` and `sample
 make them again at any time. Runs in neighbouring folders are shown for comparison.
 """
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -24,6 +25,7 @@ PAGE = pathlib.Path("report") / "index.html"
 BASELINE_TOKENS = "baseline/tokens"
 _MAX_OTHER_RUNS = 8  # that are compared, the last written ones
 _MAX_OTHER_BYTES = 2**26  # of the metrics of another run
+_MAX_COMPARED = 2.0**63  # of its values; a larger number is no step and no count of tokens
 _RAW_FILES = ("metrics.jsonl", "config.json", STARTS, "samples", "tensorboard")
 
 
@@ -170,25 +172,34 @@ def _other_runs(workdir: pathlib.Path, config: dict) -> dict[str, list[dict]]:
     """Returns the metrics of other runs in the parent folder that evaluate on the same held-out data, by folder name."""
     runs: list[tuple[float, pathlib.Path]] = []
     for path in workdir.resolve().parent.glob("*/metrics.jsonl"):
-        stat = path.stat()
-        if path.parent != workdir.resolve() and stat.st_size <= _MAX_OTHER_BYTES:
-            runs.append((stat.st_mtime, path.parent))
+        with contextlib.suppress(OSError):  # somebody may delete it now
+            stat = path.stat()
+            if path.parent != workdir.resolve() and stat.st_size <= _MAX_OTHER_BYTES:
+                runs.append((stat.st_mtime, path.parent))
     others = {}
     for _, folder in sorted(runs, reverse=True)[:_MAX_OTHER_RUNS]:
-        try:
+        # No run, or one that is being written: the folders of others must not end this run.
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             other = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError):
-            continue  # no run, or one that is being written
-        if isinstance(other, dict) and _held_out_data(other) == _held_out_data(config):
-            others[folder.name] = read(folder)
+            if isinstance(other, dict) and _held_out_data(other) == _held_out_data(config):
+                others[folder.name] = [row for row in read(folder) if _is_comparable(row)]
     return others
+
+
+def _is_comparable(row: dict) -> bool:
+    """Returns whether the values of a row that are compared between runs are numbers that a plot can show."""
+    values = [row.get(name) for name in ("step", "tokens", HELD_OUT, HELD_OUT_REWARD)]
+    return all(
+        value is None or (isinstance(value, int | float) and abs(value) <= _MAX_COMPARED)
+        for value in values
+    )
 
 
 def _held_out_data(config: dict) -> tuple:
     """Returns the fields that decide on which data a run is evaluated."""
-    data = config.get("data", {})
+    data = config.get("data")
     names = ("sources", "held_out_fraction", "sequence_length", "packing")
-    fields = [data.get(name) for name in names]
+    fields = [data.get(name) if isinstance(data, dict) else None for name in names]
     return *fields, config.get("tokenizer"), config.get("tasks")
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -41,6 +42,7 @@ from glm5_jax.training.step_flops import model_flops
 
 SAMPLES, ADAPTER = "samples", "adapter"
 _REPORT_SHARE = 0.02  # of a run's time, at most, that its reports before the last one take
+_log = logging.getLogger(__name__)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 Config = TypeVar("Config", bound=StageConfig)
@@ -185,7 +187,7 @@ class Stage(Generic[Config]):
                         stop.unsaved = before
             is_current = finished and (self.workdir / report.PAGE).exists()
             if jax.process_index() == 0 and not is_current:
-                report.write_page(self.workdir)
+                self._write_report()
         except OSError as error:
             if not (store.is_disk_full(error) or error.errno in _NOT_WRITABLE):
                 raise
@@ -317,9 +319,18 @@ class Stage(Generic[Config]):
         """Writes the report, unless the devices would wait too often for it."""
         began = time.monotonic()
         if began >= self._next_report_at:
-            report.write_page(self.workdir)
+            self._write_report()
             ended = time.monotonic()
             self._next_report_at = ended + (ended - began) / _REPORT_SHARE
+
+    def _write_report(self) -> None:
+        """Writes the report. An error other than one of the disk ends no run, because files hold all that the report shows."""
+        try:
+            report.write_page(self.workdir)
+        except OSError:
+            raise
+        except Exception:
+            _log.warning("the report of %s could not be written", self.workdir, exc_info=True)
 
     def _export(self, state: dict) -> None:
         """Writes the adapters of a state into the workdir's `ADAPTER`, in PEFT's form, in place of older ones."""

@@ -186,6 +186,44 @@ def test_rejects_answers_with_two_results(formulas, hedge):
     assert sum(rights) <= 1
 
 
+@pytest.mark.parametrize(
+    ("truth", "left"),
+    [
+        ("\\frac{\\pi}{4}", "\\int_0^1 \\frac{1}{1+x^2} dx"),
+        ("\\frac{\\pi^2}{6}", "\\sum_{n=1}^{\\infty} \\frac{1}{n^2}"),
+        ("e", "\\lim_{n \\to \\infty} (1+\\frac{1}{n})^n"),
+        ("2x", "\\frac{d}{dx} x^2"),
+        ("\\frac{x^3}{3}", "\\int_0^x t^2 dt"),
+        ("\\ln 2", "\\int_1^2 \\frac{1}{x} dx"),
+        ("\\frac{\\sqrt{3}}{2}", "\\cos(\\frac{\\pi}{6})"),
+        ("\\frac{\\sqrt{3}}{2}", "x = \\cos(\\frac{\\pi}{6})"),
+        ("\\frac{\\pi}{4}", "\\int_0^1 \\frac{1}{1+x^2} dx ="),
+    ],
+)
+def test_rejects_formulas_that_leave_the_question_to_compute(formulas, truth, left):
+    assert reward_of(formulas, task(answer=truth), reply_with(f"\\boxed{{{left}}}")).value == 0.0
+    assert reward_of(formulas, task(answer=left), reply_with(f"\\boxed{{{left}}}")).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "reply"),
+    [
+        ("2^x", "e^{x \\ln 2}"),
+        ("\\frac{\\pi}{4}", "\\int_0^1 \\frac{1}{1+x^2} dx = \\frac{\\pi}{4}"),
+        ("\\frac{\\pi}{4}", "I = \\int_0^1 \\frac{1}{1+x^2} dx = \\frac{\\pi}{4}"),
+        ("\\frac{\\pi^2}{6}", "\\sum_{n=1}^{\\infty} \\frac{1}{n^2} = \\frac{\\pi^2}{6}"),
+        ("\\frac{\\sqrt{3}}{2}", "\\cos(\\frac{\\pi}{6}) = \\frac{\\sqrt{3}}{2}"),
+        ("\\frac{\\ln 3}{\\ln 2}", "\\log_2 3"),
+        ("e^2", "e^{2}"),
+        ("2\\sin x\\cos x", "\\sin(2x)"),
+        ("\\sqrt{2}", "\\frac{2}{\\sqrt{2}}"),
+        ("\\sum_{k=1}^{n} k", "\\frac{n(n+1)}{2}"),
+    ],
+)
+def test_accepts_other_forms_of_formulas(formulas, truth, reply):
+    assert reward_of(formulas, task(answer=truth), reply_with(f"\\boxed{{{reply}}}")).value == 1.0
+
+
 @pytest.mark.parametrize("reply", ["", "hello there", "\\boxed{}", "\\boxed{" + "1+" * 5000 + "1}"])
 def test_missing_answer_scores_zero(formulas, reply):
     reward = reward_of(formulas, task(answer="18"), reply_with(reply))

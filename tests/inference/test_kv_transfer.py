@@ -5,9 +5,15 @@ import contextlib
 import dataclasses
 import io
 import json
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
@@ -121,9 +127,12 @@ def pair():
         yield sender.engine, receiver
 
 
+def generate_body(ids, **fields) -> dict:
+    return {"input_ids": ids, "sampling_params": {"max_new_tokens": 6, "temperature": 0}, **fields}
+
+
 def complete(server, ids, **fields) -> dict:
-    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 6, "temperature": 0}, **fields}
-    return Client(server.url, "k").post("/generate", body)
+    return Client(server.url, "k").post("/generate", generate_body(ids, **fields))
 
 
 def test_server_decodes_what_another_has_prefilled(pair):
@@ -211,3 +220,63 @@ def test_part_keeps_arrays_without_padding_and_refuses_other_data():
     ):
         with pytest.raises(ValueError):
             asyncio.run(read_part(reader(data), ""))
+
+
+def test_sends_no_pages_of_weights_that_arrive_while_prompt_waits():
+    ids = list(range(100, 100 + 5 * PAGE))
+    with serving() as sender:
+        body = dict(ids=ids, model="tiny", version=0, layout=sender.engine.page_layout)
+        client = Client(sender.url)
+        client.post("/pause", {})
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(lambda: client.open("/prefill", json.dumps(body).encode()).read())
+            while not sender.engine.stats.num_requests:
+                time.sleep(0.01)
+            with mock.patch.object(sender.engine, "read_prefix") as read:
+                time.sleep(0.05)
+            assert not read.called, "the engine's thread looks at no prompt that waits"
+            params = jax.tree.map(lambda x: 2 * x, glm5.params_of(light_model()))
+            sender.worker.call(lambda engine: engine.update_weights(params, 1)).result()
+            client.post("/resume", {})
+            assert answer.result() == b""
+
+
+@contextlib.contextmanager
+def stub_server(answer: bytes):
+    """Runs a server that sends `answer` to each connection, and nothing more."""
+    held = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run():
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(listener.accept()[0])
+                    held[-1].recv(2**16)
+                    held[-1].sendall(answer)
+
+        threading.Thread(target=run, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    for one in held:
+        one.close()
+
+
+def answer_of(*types) -> bytes:
+    """Returns a response with a part whose arrays have these dtypes and shapes."""
+    head = msgspec.msgpack.encode((PartHead(start=0, count=1), types))
+    message = struct.pack("!IQ", len(head), 0) + head
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(message) + message
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"]
+    + [answer_of(("no_dtype", [1])), answer_of(("float32", [2**63])), b"x"],
+    ids=["silent", "silent after its head", "unknown dtype", "huge array", "no HTTP"],
+)
+def test_prefills_itself_where_the_other_hangs_or_answers_nonsense(answer):
+    options = dict(prefill_min_tokens=1, prefill_silence_s=0.2)
+    ids = list(range(300, 300 + 5 * PAGE))
+    want = generate_single(ids, dataclasses.replace(GREEDY, ignore_eos=False)).ids
+    with stub_server(answer) as url, serving(prefill_urls=url, **options) as receiver:
+        assert Client(receiver.url).post("/generate", generate_body(ids))["output_ids"] == want

@@ -41,8 +41,9 @@ def test_names_field_of_absurd_pairs(recipe):
         ("serve:tiny", "server.host", "../..", "server: host is .*no name or address"),
         ("evaluate:questions", "verifier.code_memory_bytes", 10**400, None),
         ("rl_agentic:tiny", "agent_timeout_s", float("nan"), "agent_timeout_s is nan; it must be"),
+        ("rl_agentic:tiny", "length", -1, "length is -1; use at least 1"),
     ],
-    ids=["float", "null byte", "path", "bytes", "time limit"],
+    ids=["float", "null byte", "path", "bytes", "time limit", "length"],
 )
 def test_checks_value(recipe, path, value, message):
     mutable = to_mutable(load_config(recipe))

@@ -45,6 +45,14 @@ def test_ignores_earlier_samples_and_partial_line(tmp_path):
     assert not read_utilization(tmp_path / "nowhere")
 
 
+def test_ignores_lines_of_other_programs_and_clocks_that_stand_still(tmp_path):
+    write_samples(tmp_path, "engine", (10, 1, 0, 5), (None, 1, 0, 5), ("x", 1, 0, 5), (10, 1, 0, 5))
+    with open(tmp_path / utilization.FOLDER / "engine.jsonl", "a") as file:
+        file.write('{}\n{"time": 1}\n')
+    [run] = read_utilization(tmp_path)
+    assert (run.begin, run.end, run.cpu, run.busy) == (10, 10, 0, 0)
+
+
 def test_records_activity_while_process_works(tmp_path, short_interval):
     busy = threading.Event()
     path = tmp_path / utilization.FOLDER / "train.jsonl"

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
+import types
 from html.parser import HTMLParser
 
 import pytest
@@ -171,9 +173,37 @@ def test_compares_runs_on_same_held_out_data(tmp_path):
     assert other["faded"] and "faded" not in run
 
 
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        ({"data": "a set"}, {}),
+        ({"data": [1]}, {}),
+        ({}, {report.HELD_OUT: "none"}),
+        ({}, {report.HELD_OUT: [1.0]}),
+        ({}, {report.HELD_OUT: 10**400}),
+        ({}, {"tokens": "5"}),
+        ({}, {"step": 10**400}),
+        (f'{{"a": {"[" * 10**5}{"]" * 10**5}}}', {}),
+    ],
+)
+def test_ignores_what_other_programs_write_into_neighbouring_folders(tmp_path, config, values):
+    data = {"data": {"sources": ["a"]}}
+    for name, fields, more in (("run", data, {}), ("other", config, values)):
+        (tmp_path / name).mkdir()
+        text = fields if isinstance(fields, str) else json.dumps(data | fields)
+        (tmp_path / name / "config.json").write_text(text)
+        row = {"step": 5, "tokens": 500, report.HELD_OUT: 2.0} | more
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    page = Checker()
+    page.feed(report.write_page(tmp_path / "run").read_text())
+    [run] = page.plots["Held-out bits per byte"]["series"]
+    assert run["name"] == "this run"
+
+
 def test_page_has_facts_of_run_and_links(workdir, monkeypatch):
     model = presets.tiny()
-    monkeypatch.setattr(provenance.sys, "argv", ["run", "<a>"])
+    monkeypatch.setattr(sys, "argv", ["/a/bin/run", "<a>"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     for step in (0, 20):
         provenance.record_start(workdir, model, step)
     page = Checker()
@@ -195,6 +225,17 @@ def test_page_has_facts_of_run_and_links(workdir, monkeypatch):
     ]
     provenance.record_start(workdir, model, 0)
     assert len(provenance.read_starts(workdir)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "program"),
+    [("launch.glm5", "glm5"), ("launch.run", "python -m launch.run"), (None, "script.py")],
+)
+def test_names_command_as_typed(module, program, monkeypatch):
+    spec = None if module is None else types.SimpleNamespace(name=module)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    monkeypatch.setattr(sys, "argv", ["/folder/script.py", "run", "pretrain:tiny", "--a=b c"])
+    assert provenance.command_line() == f"{program} run pretrain:tiny '--a=b c'"
 
 
 def test_names_commit_of_clone(tmp_path):

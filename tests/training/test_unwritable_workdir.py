@@ -54,6 +54,17 @@ def test_names_folder_without_permission(tmp_path, monkeypatch, number):
         Pretraining(config(), tmp_path, step_maker=untrained).run()
 
 
+def test_run_goes_on_without_report_that_fails(tmp_path, monkeypatch, caplog):
+    def fail(_):
+        raise ZeroDivisionError("in a plot")
+
+    stage = Pretraining(config(), tmp_path, step_maker=untrained)
+    monkeypatch.setattr(stages.report, "write_page", fail)
+    monkeypatch.setattr(stage, "_train", lambda stop: None)
+    assert stage.run().step == 0
+    assert "the report of" in caplog.text and "in a plot" in caplog.text
+
+
 def test_resumed_run_keeps_tokenizer_on_full_disk(tmp_path):
     Tokenizer.load("bytes").save(tmp_path)
     before = (tmp_path / "tokenizer.json").read_bytes()

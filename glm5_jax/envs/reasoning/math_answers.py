@@ -11,7 +11,7 @@ import logging
 import re
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -37,6 +37,9 @@ _NUMBER = re.compile(
     rf"(?:[-+−]\s*)?(?:(?P<fraction>{_FRACTION})|{_POWER}|{_PLAIN}(?:\s*(?:\\times|\\cdot)\s*{_POWER})?)"
 )
 _MIXED = re.compile(r"(\d+)\s*\\[dt]?frac\s*(?:(\d)\s*(\d)|\{(\d+)\}\s*\{(\d+)\})")
+# Names of SymPy's classes: integrals, sums, products, limits and derivatives; and functions that have no other form.
+_OPERATORS = {"ExprWithLimits", "Limit", "Derivative"}
+_KEPT_FUNCTIONS = {"exp", "Abs"}
 # Numbers (#), and the characters that may surround and separate them.
 _SIDE_BY_SIDE = re.compile(
     r"(?:#(?!\s*[#(\[{])|[)\]}](?!\s*[#(\[])|[(\[{,;&\s]|\\[{}]|[-+]?\\infty|\\(?:pm|cup)\b"
@@ -50,7 +53,11 @@ def equal(answer: str, truth: str, seconds: int) -> bool:
     Words, dates and codes are compared as texts, because SymPy would read a product of letters and accept "sey" for
     "yes". If the truth consists only of numbers, the answer must too: "27 + 58" is no answer to the question what
     27 + 58 is. It must also have all numbers that the parser reads in it, because the parser takes texts such as
-    "27\\{58\\}" for sums. The process ends if it takes longer than `seconds`.
+    "27\\{58\\}" for sums.
+    If the truth is a formula without integrals, sums, products, limits and derivatives, the answer must be one too. If
+    it is a constant without functions, such as \\pi/4, the answer has no functions of numbers. Of an equation the last
+    side counts.
+    The process ends if it takes longer than `seconds`.
     """
     # The caller kills the process earlier, unless the caller is stopped.
     signal.alarm(seconds)
@@ -69,7 +76,10 @@ def equal(answer: str, truth: str, seconds: int) -> bool:
         parsed = _parsed(answer)
         if has_only_numbers and not all(_is_written(value, answer) for value in parsed):
             return False
-        return verify(_parsed(truth), parsed, timeout_seconds=None)
+        parsed_truth = _parsed(truth)
+        if _is_left_to_compute(_parsed(_last_side(answer)) or parsed, parsed_truth):
+            return False
+        return verify(parsed_truth, parsed, timeout_seconds=None)
     finally:
         signal.alarm(0)
 
@@ -108,6 +118,53 @@ def _with_plain_relations(text: str) -> str:
 def _with_plain_signs(text: str) -> str:
     """Returns a text without spaces, units and fonts of LaTeX."""
     return _WRAPPER.sub("", _UNIT.sub(" ", _JOINT.sub(",", _SPACES.sub(" ", text))))
+
+
+def _last_side(formula: str) -> str:
+    """Returns what follows the last "=" of a formula that is not in brackets; without one, the formula."""
+    depth, start = 0, 0
+    for i, letter in enumerate(formula):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth = max(0, depth - 1)
+        elif letter == "=" and not depth:
+            start = i + 1
+    return formula[start:]
+
+
+def _is_left_to_compute(answer: list, truth: list) -> bool:
+    """Returns whether an answer has parts that SymPy would compute, and the truth has none of their kind."""
+    if _has_part(answer, _is_operator) and not _has_part(truth, _is_operator):
+        return True
+    if any(getattr(value, "free_symbols", None) for value in truth):
+        return False  # e^{x \\ln 2} is 2^x
+    return _has_part(answer, _is_function) and not _has_part(truth, _is_function)
+
+
+def _has_part(parsed: Any, is_part: Callable[[Any], bool]) -> bool:
+    """Returns whether a formula, a part of one, or one of a list has such a part."""
+    if isinstance(parsed, str):
+        return False
+    if is_part(parsed):
+        return True
+    is_list = isinstance(parsed, list) or getattr(parsed, "is_Matrix", False)
+    parts = parsed if is_list else getattr(parsed, "args", ())
+    return any(_has_part(part, is_part) for part in parts)
+
+
+def _class_names(part: Any) -> set[str]:
+    return {kind.__name__ for kind in type(part).__mro__}
+
+
+def _is_operator(part: Any) -> bool:
+    return not _OPERATORS.isdisjoint(_class_names(part))
+
+
+def _is_function(part: Any) -> bool:
+    """Returns whether a part is a function of a number."""
+    names = _class_names(part)
+    return "Function" in names and _KEPT_FUNCTIONS.isdisjoint(names) and bool(part.is_number)
 
 
 def _is_written(parsed: Any, text: str) -> bool:

@@ -10,6 +10,7 @@ write its reward in many ways (`forms`).
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import shlex
@@ -138,26 +139,25 @@ def sandbox_config(
 async def collect(box: Sandbox, task: TerminalTask, workdir: str) -> Submission:
     """Returns the files of a sandbox that are graded. Raises SubmissionError if they cannot be."""
     files: dict[str, IO[bytes]] = {}
-    try:
-        for path in _graded_paths(task, workdir):
-            file = tempfile.TemporaryFile()
-            try:
-                await box.save(path, file, MAX_SUBMISSION_BYTES)
-                files[path] = file
-            except SandboxFileError as error:
-                file.close()
-                is_optional = error.errno == errno.ENOENT or path == ARTIFACTS
-                if path == workdir or not is_optional or error.errno == errno.EFBIG:
-                    raise
-        return Submission(files, await _ungraded(box, tuple(files)), await _running(box))
-    except BaseException as error:
-        for file in files.values():
-            file.close()
-        if isinstance(error, SandboxFileError):
+    with contextlib.ExitStack() as opened:
+        try:
+            for path in _graded_paths(task, workdir):
+                file = opened.enter_context(tempfile.TemporaryFile())
+                try:
+                    await box.save(path, file, MAX_SUBMISSION_BYTES)
+                    files[path] = file
+                except SandboxFileError as error:
+                    file.close()
+                    is_optional = error.errno == errno.ENOENT or path == ARTIFACTS
+                    if path == workdir or not is_optional or error.errno == errno.EFBIG:
+                        raise
+            submission = Submission(files, await _ungraded(box, tuple(files)), await _running(box))
+        except SandboxFileError as error:
             raise SubmissionError(
                 f"what the agent left cannot be graded: {error.args[-1]}"
             ) from None
-        raise
+        opened.pop_all()  # the submission closes its files
+        return submission
 
 
 async def _ungraded(box: Sandbox, graded: tuple[str, ...]) -> tuple[str, ...]:

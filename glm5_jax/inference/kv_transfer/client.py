@@ -1,7 +1,8 @@
 """Has prompts prefilled by other servers, and adds the pages that they send to the engine's prefix cache.
 
 A request is then served as if an earlier one had had its prompt: the engine reads the tokens after the last full page
-and decodes. Where a server does not answer, the engine prefills the prompt itself.
+and decodes. Where a server does not answer, the engine prefills the prompt itself. A server that failed is not asked
+for as long as it took to fail, and at least 5 s, so that one that hangs does not delay every prompt.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from glm5_jax.inference.worker import Worker
 from glm5_jax.runtime.json_encoding import json_bytes
 
 _READ_BYTES = 2**20
-_RETRY_S = 5.0  # time after which a server that failed is asked again
+_MIN_RETRY_S = 5.0  # time after which a server that failed is asked again
 _ERROR_BYTES = 1000
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class PrefillClient:
         model: str,
         min_tokens: int,
         timeout_s: float | None,
+        max_silence_s: float,
         api_key: str | None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -54,12 +56,16 @@ class PrefillClient:
           model: name of the served model, which the servers must have, too.
           min_tokens: minimum tokens that a prompt needs and the engine has not cached.
           timeout_s: time limit of one prompt, in seconds; None: no limit.
+          max_silence_s: maximum time in which a server sends nothing, in seconds.
           api_key: key of the servers; None: none is sent.
           clock: clock in seconds.
         """
         self._servers = [_PrefillServer(url.rstrip("/")) for url in urls]
         self._worker, self._model, self._min_tokens = worker, model, min_tokens
-        self._timeout_s, self._clock = timeout_s, clock
+        self._timeout = aiohttp.ClientTimeout(
+            total=timeout_s, sock_connect=max_silence_s, sock_read=max_silence_s
+        )
+        self._clock = clock
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
 
@@ -93,9 +99,11 @@ class PrefillClient:
         try:
             await self._pull(server, request, start)
         except (OSError, ValueError, TimeoutError, EOFError, aiohttp.ClientError) as error:
-            server.failed_until = self._clock() + _RETRY_S
+            failed_at = self._clock()
+            pause_s = max(_MIN_RETRY_S, failed_at - now)
+            server.failed_until = failed_at + pause_s
             reason = str(error) or type(error).__name__
-            _log.warning("%s prefills no prompts for %s s: %s", server.url, _RETRY_S, reason)
+            _log.warning("%s prefills no prompts for %.1f s: %s", server.url, pause_s, reason)
         finally:
             server.num_tokens -= missing
 
@@ -130,7 +138,7 @@ class PrefillClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers | {"Content-Type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+                timeout=self._timeout,
                 connector=aiohttp.TCPConnector(limit=0),
                 read_bufsize=_READ_BYTES,
             )

@@ -9,7 +9,9 @@ import dataclasses
 
 from aiohttp import web
 
+from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.kv_transfer.messages import END, PrefillRequest, encode_part
+from glm5_jax.inference.kv_transfer.pages import PrefixPages
 from glm5_jax.inference.request import FAILED, Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.worker import Worker
@@ -17,6 +19,10 @@ from glm5_jax.runtime.http_server import ApiError
 
 _POLL_S = 0.005
 _WRITE_BYTES = 2**20  # of a part that are written at once
+
+
+class _OtherWeights(Exception):
+    """Raised if the engine has other weights than those of a request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +60,17 @@ class PrefillService:
         return request
 
     async def answer(
-        self, http_request: web.Request, request: Request, start: int
+        self, http_request: web.Request, request: Request, start: int, version: int
     ) -> web.StreamResponse:
-        """Computes a prompt and sends its pages from `start` on."""
+        """Computes a prompt and sends its pages from `start` on, as long as the weights have this version."""
+
+        def read(engine: Engine) -> PrefixPages | None:
+            # Weights may change while the prompt waits or is computed. The receiver would take the pages for those of the
+            # version that it asked for.
+            if engine.version != version:
+                raise _OtherWeights
+            return engine.read_prefix(request.ids, start)
+
         handle = await asyncio.wrap_future(self.worker.call(lambda engine: engine.submit(request)))
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         loop = asyncio.get_running_loop()
@@ -66,11 +80,14 @@ class PrefillService:
                 has_ended = handle.finish_reason is not None
                 if handle.finish_reason == FAILED:
                     break  # without END, so that the receiver knows
-                part = await asyncio.wrap_future(
-                    self.worker.call(
-                        lambda engine, start=start: engine.read_prefix(request.ids, start)
-                    )
-                )
+                if handle.cached_tokens is None and not has_ended:
+                    # The prompt waits. Reads of all waiting prompts would delay every step.
+                    await asyncio.sleep(_POLL_S)
+                    continue
+                try:
+                    part = await asyncio.wrap_future(self.worker.call(read))
+                except _OtherWeights:
+                    break
                 if part is not None:
                     data = memoryview(await loop.run_in_executor(None, encode_part, part))
                     for first in range(0, len(data), _WRITE_BYTES):
