@@ -89,6 +89,7 @@ class AgenticConfig(AgenticRlConfig):
       verifier: options of the verifiers.
       context: part of a conversation that each request sends; all of it by default. GLM-5 4.2.4 shortens it for search
         agents at inference; 3.1 keeps the thinking of coding agents. A shortened turn is a training record of its own.
+      ends_on_broken_call: see `LoopConfig`; False in terminals, where the work until then is graded.
     """
 
     policy: PolicyConfig = PolicyConfig(correction="double_sided")  # GLM-5 4.1.2
@@ -96,6 +97,7 @@ class AgenticConfig(AgenticRlConfig):
     tasks: tuple[Share, ...] = rl_reasoning.ALL
     verifier: VerifierConfig = VerifierConfig()
     context: ContextConfig = CONTEXTS["everything"]
+    ends_on_broken_call: bool = True  # GLM-4.5 3.2
 
     def __post_init__(self):
         super().__post_init__()
@@ -108,7 +110,8 @@ class AgenticConfig(AgenticRlConfig):
 
     def loop(self) -> LoopConfig:
         """Returns the limits of an attempt."""
-        return make_loop_config(self, self.length, self.context)
+        loop = make_loop_config(self, self.length, self.context)
+        return dataclasses.replace(loop, ends_on_broken_call=self.ends_on_broken_call)
 
     @property
     def task_shares(self) -> tuple[Share, ...]:

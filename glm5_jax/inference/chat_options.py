@@ -30,9 +30,18 @@ class ToolOptions(NamedTuple):
 def thinking_of(chat: ChatCompletionRequest) -> tuple[bool, bool]:
     """Returns (enable_thinking, clear_thinking) from all fields that set them. Raises ApiError if these contradict."""
     thinking, template = chat.thinking, chat.chat_template_kwargs
-    is_enabled = None if thinking.type is None else thinking.type == "enabled"
-    enable = _agreed("enable_thinking", is_enabled, template.enable_thinking)
-    clear = _agreed("clear_thinking", thinking.clear_thinking, template.clear_thinking)
+    fields = {
+        "thinking": None if thinking.type is None else thinking.type == "enabled",
+        "chat_template_kwargs": template.enable_thinking,
+        "chat_template_kwargs.thinking": template.thinking,
+        "enable_thinking": chat.enable_thinking,
+    }
+    enable = _agreed("enable_thinking", fields)
+    fields = {
+        "thinking": thinking.clear_thinking,
+        "chat_template_kwargs": template.clear_thinking,
+    }
+    clear = _agreed("clear_thinking", fields)
     effort = chat.reasoning_effort
     if effort is not None and EFFORTS[effort] is None:
         if enable:
@@ -45,13 +54,14 @@ def thinking_of(chat: ChatCompletionRequest) -> tuple[bool, bool]:
     return enable is not False, clear is not False
 
 
-def _agreed(name: str, thinking: bool | None, template: bool | None) -> bool | None:
-    """Returns the value of an option that two fields can set; None: neither does. Raises ApiError if they differ."""
-    if thinking is not None and template is not None and thinking != template:
+def _agreed(option: str, fields: Mapping[str, bool | None]) -> bool | None:
+    """Returns the value of an option that several fields can set; None: none does. Raises ApiError if they differ."""
+    values = {field: value for field, value in fields.items() if value is not None}
+    if len(set(values.values())) > 1:
         raise ApiError(
-            f"thinking and chat_template_kwargs have different values of {name}", param="thinking"
+            f"{' and '.join(values)} have different values of {option}", param=next(iter(values))
         )
-    return template if thinking is None else thinking
+    return next(iter(values.values()), None)
 
 
 def thinking_budget_of(chat: ChatCompletionRequest) -> int | None:

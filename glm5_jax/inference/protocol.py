@@ -64,6 +64,7 @@ class ParsedRequest:
       num_choices: choices of each prompt.
       stream: whether the reply is streamed.
       usage: whether a stream ends with its token counts.
+      continuous_usage: whether each chunk of a stream has the token counts so far.
       logprobs: whether log-probs are returned.
       token_ids: whether token ids are returned.
       echo: texts of the prompts, returned before the replies.
@@ -78,6 +79,7 @@ class ParsedRequest:
     num_choices: int = 1
     stream: bool = False
     usage: bool = False
+    continuous_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
     echo: tuple[str, ...] = ()
@@ -377,5 +379,8 @@ class Reader:
                 param="return_token_ids",
             )
         return dataclasses.replace(
-            parsed, usage=body.stream_options.include_usage, token_ids=body.return_token_ids
+            parsed,
+            usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
+            token_ids=body.return_token_ids,
         )

@@ -231,7 +231,7 @@ class Chats(ReplyForm):
         chunks = [self._chunk(index, role) for index in range(len(self._chats))]
         for chunk, handle in zip(chunks, self._handles):
             chunk["choices"][0] |= _prompt(self._parsed, handle)
-        return chunks
+        return [chunk | self._current_usage() for chunk in chunks]
 
     def piece(self, index: int) -> list[dict]:
         handle, chat = self._handles[index], self._chats[index]
@@ -245,12 +245,15 @@ class Chats(ReplyForm):
             chunks[0]["choices"][0] |= self._extras(handle, tokens)
         if chat.ended:
             chunks.append(self._chunk(index, {}, chat.finish_reason))
-        return chunks
+        return [chunk | self._current_usage() for chunk in chunks]
 
     def last(self) -> list[dict]:
         if not self._parsed.usage:
             return []
         return [_answer(self._origin, "chat.completion.chunk", []) | {"usage": self._usage()}]
+
+    def _current_usage(self) -> dict:
+        return {"usage": self._usage()} if self._parsed.continuous_usage else {}
 
     def _chunk(self, index: int, delta: dict, reason: str | None = None) -> dict:
         choice = {"index": index, "delta": delta, "finish_reason": reason}
@@ -298,17 +301,21 @@ class Completions(ReplyForm):
             return []
         none = {"logprobs": None, "finish_reason": None}
         choices = [{"index": i, "text": self._echo(i)} | none for i in range(len(self._texts))]
-        return [_answer(self._origin, "text_completion", [choice]) for choice in choices]
+        return [self._chunk(choice) for choice in choices]
 
     def piece(self, index: int) -> list[dict]:
         if self._texts[index].ended:
             return []
-        return [_answer(self._origin, "text_completion", [self._choice(index)])]
+        return [self._chunk(self._choice(index))]
 
     def last(self) -> list[dict]:
         if not self._parsed.usage:
             return []
         return [_answer(self._origin, "text_completion", []) | {"usage": self._usage()}]
+
+    def _chunk(self, choice: dict) -> dict:
+        usage = {"usage": self._usage()} if self._parsed.continuous_usage else {}
+        return _answer(self._origin, "text_completion", [choice]) | usage
 
     def _echo(self, index: int) -> str:
         return self._parsed.echo[index // self._parsed.num_choices] if self._parsed.echo else ""
@@ -406,7 +413,7 @@ def usage_of(parsed: ParsedRequest, handles: Sequence[Handle], num_reasoning: in
     """Returns the token counts of a response. All choices of a prompt count its tokens once."""
     first = handles[:: parsed.num_choices]
     prompt = sum(len(handle.request.ids) for handle in first)
-    completion = sum(len(handle.tokens) for handle in handles)
+    completion = sum(handle.num_tokens for handle in handles)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -94,6 +94,7 @@ class StreamOptions(JsonStruct, kw_only=True, frozen=True):
 
     ignored = frozenset(("include_obfuscation",))
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class CompletionFields(SamplingFields, kw_only=True, frozen=True):
@@ -133,9 +134,10 @@ class ThinkingFields(JsonStruct, kw_only=True, frozen=True):
 
 
 class TemplateOptions(JsonStruct, kw_only=True, frozen=True):
-    """Thinking of a chat, as vLLM's and SGLang's APIs have it."""
+    """Thinking of a chat, as vLLM's and SGLang's APIs have it. `thinking` is the name in other models' layouts."""
 
     enable_thinking: bool | None = None
+    thinking: bool | None = None
     clear_thinking: bool | None = None
 
 
@@ -145,6 +147,8 @@ class ChatCompletionRequest(CompletionFields, kw_only=True, frozen=True):
     fixed = _FIXED | {
         "separate_reasoning": True,
         "stream_reasoning": True,
+        "include_reasoning": True,
+        "think": True,
         "modalities": ["text"],
         "verbosity": "medium",
     }
@@ -160,6 +164,7 @@ class ChatCompletionRequest(CompletionFields, kw_only=True, frozen=True):
     response_format: ResponseFormat = ResponseFormat()
     do_sample: bool = True
     thinking: ThinkingFields = ThinkingFields()
+    enable_thinking: bool | None = None
     thinking_token_budget: Count | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     reasoning_effort: Effort | None = None

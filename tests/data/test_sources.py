@@ -145,6 +145,7 @@ def test_names_position_of_invalid_utf8(tmp_path):
 BROKEN_LINES = [
     ('{"text": ', "is not JSON: .*; correct it, or remove it before a run begins"),
     ('{"text": "a"', "is not JSON: "),
+    ('{"text": "a raw\ttab"}', "is not JSON: Invalid control character"),
     ('{"body": "a"}', r"has no string at 'text'; it has \['body'\]; .* the source's field"),
     ("[]", "has no string at 'text'; it has list"),
     (r'{"text": "\ud83d broken"}', "holds half of a surrogate pair, character 0 of 'text'; "),

@@ -9,6 +9,7 @@ import pytest
 from glm5_jax.envs.sandbox import RightsPolicy, Sandbox, SandboxConfig, SandboxFileError
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import needs_root
+from tests.traced_memory import traced_memory
 
 pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), needs_root]
 POLICY = RightsPolicy(
@@ -209,7 +210,7 @@ def test_stops_links_in_folders():
 
 
 def test_saves_sparse_folder_without_its_zeros():
-    """Files that cost the attempt nothing must not cost the grader anything."""
+    """Files that cost the attempt nothing must cost the grader neither disk nor memory."""
 
     async def work():
         async with (
@@ -233,8 +234,9 @@ def test_saves_sparse_folder_without_its_zeros():
             look = "stat -c '%n %s %a' big d; tail -c 4 big | od -c; readlink d/l; [ $(stat -c %b big) -lt 100 ] && echo sparse"
             return blocks, (await other.exec(look)).stdout.decode(), (await box.changes(10))
 
-    blocks, output, changes = run(work())
-    assert blocks * 512 < 1 << 22
+    with traced_memory() as memory:
+        blocks, output, changes = run(work())
+    assert blocks * 512 < 1 << 22 and memory.peak < 1 << 23
     assert output.split("\n")[:2] == ["big 104857603 644", "d 700"] or output.startswith(
         "big 104857603 644\nd "
     )

@@ -36,7 +36,7 @@ def evaluate(capsys, tasks, workdir, agent="oracle", **fields):
 
 
 @pytest.mark.usefixtures("isolation")
-def test_evaluates_folder_and_resumes(capsys, tmp_path):
+def test_evaluates_folder_and_resumes(capsys, caplog, tmp_path):
     tasks, out = tmp_path / "tasks", tmp_path / "out"
     write_shipped("hello-file", tasks)
     make_task(tasks, "half", test=SCORED, solve="echo 0.5 > /app/score\n")
@@ -53,6 +53,8 @@ def test_evaluates_folder_and_resumes(capsys, tmp_path):
     assert results["several"]["error"].startswith("task several: steps: ")
     assert "mean reward 0.750 of 2 tasks; 2 could not be graded" in output.out
     assert "task 4/4" in output.err
+    warnings = [text for text in caplog.messages if "its reward can be forged" in text]
+    assert len(warnings) == 1 and warnings[0].startswith("task half: ")
 
     # A reward stays, even if the task would give another now.
     make_task(tasks, "half", test=SCORED, solve="echo 0.75 > /app/score\n")

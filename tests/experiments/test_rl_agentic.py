@@ -77,6 +77,20 @@ def test_sends_full_conversation_with_each_request(variant):
     )
 
 
+def test_broken_call_ends_attempt_unless_flag_says_otherwise():
+    """GLM-4.5 3.2."""
+    flag = "--experiment.ends_on_broken_call=False"
+    for words, ends in (([], True), ([flag], False)):
+        config = command_line.parse(["run", f"--experiment={FILE}:glm5", *words]).config
+        assert config.loop().ends_on_broken_call == ends
+
+
+def test_full_size_batch_is_sent_at_threshold():
+    """GLM-5 4.1.1: a batch waits for no slow group. The small recipes, which have few groups, wait."""
+    pacing = [rl_agentic.get_config(size).pacing for size in ("tiny", "small", "glm5")]
+    assert pacing == [True, True, False]
+
+
 def test_pod_has_port_for_each_process(capsys):
     config = rl_agentic.glm5()
     pod_roles = rl_agentic.roles(config, [])

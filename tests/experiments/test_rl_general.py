@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import distill, rl_general, rl_reasoning
+from experiments import distill, rl_agentic, rl_general, rl_reasoning
 from experiments.rl_general import GeneralTaskWeight
 from glm5_jax.checkpoint.store import Store
 from glm5_jax.data import chat_tasks
@@ -307,3 +307,6 @@ def test_large_variants_follow_paper():
     for config in (rl_reasoning.glm5(), rl_general.glm5()):
         assert (config.rollout.prompts, config.rollout.group) == (32, 32)
         assert "indexer/" in config.optimizer.frozen and config.step.index_weight == 0
+    for config in (rl_reasoning.glm5(), rl_general.glm5(), rl_agentic.glm5(), distill.glm5()):
+        # GLM-5 3.6.2: rollouts are drafted by the MTP layer.
+        assert config.engine.num_speculative_tokens == 4 and config.engine.num_pages

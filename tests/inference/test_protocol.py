@@ -77,6 +77,9 @@ def test_reads_every_sampling_field():
         ({"thinking": {"clear_thinking": False}}, True, False),
         ({"chat_template_kwargs": {"enable_thinking": False}}, False, True),
         ({"chat_template_kwargs": {"clear_thinking": False}}, True, False),
+        ({"chat_template_kwargs": {"thinking": False}}, False, True),
+        ({"enable_thinking": False}, False, True),
+        ({"enable_thinking": True, "thinking": {"clear_thinking": False}}, True, False),
         (
             {
                 "thinking": {"type": "enabled", "clear_thinking": False},
@@ -87,7 +90,7 @@ def test_reads_every_sampling_field():
         ),
     ],
 )
-def test_reads_thinking_in_both_forms(body, enable, clear):
+def test_reads_thinking_in_all_forms(body, enable, clear):
     messages = [
         *HI,
         {"role": "assistant", "content": "a", "reasoning_content": "r"},
@@ -115,6 +118,13 @@ def test_choices_have_different_seeds():
 def test_ignores_neutral_fields():
     quiet = dict(temperature=None, stop=None, n=None, tools=None, user="me", metadata={"a": 1})
     assert chat(**quiet) == chat()
+
+
+def test_reads_options_of_stream():
+    counted = {"include_usage": True, "continuous_usage_stats": True}
+    parsed = chat(stream=True, stream_options=counted)
+    assert parsed.stream and parsed.usage and parsed.continuous_usage
+    assert not chat(stream=True).usage and not chat(stream=True).continuous_usage
 
 
 def test_reads_prompts_as_text_or_ids():
@@ -273,6 +283,13 @@ DEEP = json.loads("[" * 900 + "]" * 900)
             "have different values of enable_thinking",
             "thinking",
         ),
+        (
+            dict(enable_thinking=True, chat_template_kwargs={"enable_thinking": False}),
+            "chat_template_kwargs and enable_thinking have different values",
+            "chat_template_kwargs",
+        ),
+        (dict(include_reasoning=False), "True was expected", "include_reasoning"),
+        (dict(think=False), "True was expected", "think"),
     ],
 )
 def test_rejects_invalid_chat_naming_field(body, expected_error, param):

@@ -101,6 +101,17 @@ def test_streamed_chat_equals_complete_chat(text, tools):
         )
 
 
+@pytest.mark.parametrize("form", [Chats, Completions])
+def test_every_chunk_has_token_counts_on_request(form):
+    request = parsed_request(continuous_usage=True, logprobs=False, echo=("a",))
+    *chunks, last = stream_chunks(form, request, TEXTS[0], random.Random(0))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(counts) and len(set(counts)) > 3
+    assert chunks[-1]["usage"] == last["usage"]
+    plain = stream_chunks(form, parsed_request(), TEXTS[0], random.Random(0))
+    assert [chunk for chunk in plain if "usage" in chunk] == plain[-1:]
+
+
 def test_chat_has_parts_and_usage():
     completion = complete_reply(Chats, parsed_request(tools=TOOLS), TEXTS[1])
     [choice] = completion["choices"]

@@ -7,6 +7,7 @@ import pytest
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.orchestrator.client import JsonClient
+from glm5_jax.rl.rollouts import gateway
 from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
 from glm5_jax.rl.rollouts.sessions import Session, SessionConfig, SessionError
 from glm5_jax.text.tokenizer import Tokenizer
@@ -89,15 +90,17 @@ def test_rejects_long_messages_before_encoding_them(url, monkeypatch):
     assert sum(sizes) < 100_000
 
 
-@pytest.mark.parametrize("name", ["plan", "records"])
-def test_processes_tokens_outside_event_loop(url, monkeypatch, name):
-    threads, method = [], getattr(Session, name)
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Session, "plan"), (Session, "records"), (gateway, "parse_reply")]
+)
+def test_processes_tokens_outside_event_loop(url, monkeypatch, owner, name):
+    threads, method = [], getattr(owner, name)
 
-    def record_thread(session, *arguments, **options):
+    def record_thread(*arguments, **options):
         threads.append(threading.current_thread().name)
-        return method(session, *arguments, **options)
+        return method(*arguments, **options)
 
-    monkeypatch.setattr(Session, name, record_thread)
+    monkeypatch.setattr(owner, name, record_thread)
     requests = [
         ("/sessions", {"id": name}),
         (f"/sessions/{name}{CHATS}", {"messages": [USER], "max_tokens": 20}),

@@ -1,14 +1,17 @@
 """Tests that malformed requests are rejected as the client's fault, without name server lookups."""
 
+import gzip
 import http.client
 import json
 import socket
+import zlib
 from urllib.parse import urlsplit
 
 import pytest
 
 from glm5_jax.runtime.http_server import ListenConfig
 from tests.runtime.test_server_admission import Small, ask
+from tests.traced_memory import traced_memory
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +24,17 @@ def url():
 def test_rejects_body_that_cannot_be_decompressed(url, coding):
     status, message = ask(url, "/length", {"Content-Encoding": coding}, b"no archive")
     assert status == 400 and "the body cannot be read" in message
+
+
+@pytest.mark.parametrize(
+    ("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+def test_stops_decompressing_at_maximum_size(coding, compress):
+    body = compress(b" " * 20_000_000)
+    with Small(ListenConfig(port=0, max_body_bytes=1_000_000)).running() as url:
+        with traced_memory() as memory:
+            status, _ = ask(url, "/length", {"Content-Encoding": coding}, body)
+    assert status == 413 and memory.peak < 5_000_000
 
 
 def test_does_not_look_up_names_without_host(url, monkeypatch):

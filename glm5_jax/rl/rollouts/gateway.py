@@ -23,6 +23,7 @@ and the orchestrator deletes the session. Sessions that nobody deletes are delet
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
 import re
@@ -52,7 +53,7 @@ from glm5_jax.runtime.folder_lock import FolderLock
 from glm5_jax.runtime.http_server import ApiError, Handler, HttpServer, ListenConfig, json_response
 from glm5_jax.runtime.json_structs import decode
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.text.tool_calls import parse_reply
+from glm5_jax.text.tool_calls import Reply, parse_reply
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 EXPIRY_INTERVAL_S = 60.0  # between two searches for records that have expired
@@ -341,9 +342,14 @@ class Gateway(HttpServer):
         self._active += 1
         try:
             reply = await self._engines.generate(name, session, plan, sampling)
+            parse = functools.partial(
+                parse_reply, reply.output_ids, tools, tokenizer=self._tokenizer, thinking=thinking
+            )
+            # In another thread, because 65,000 tokens take a sixth of a second, and other sessions must not wait.
+            parsed = await asyncio.get_running_loop().run_in_executor(None, parse)
             async with session.lock:
                 session.check_open(name)
-                return json_response(self._add_reply(name, session, plan, reply, tools, thinking))
+                return json_response(self._add_reply(name, session, plan, reply, parsed))
         finally:
             session.pending_plans.remove(plan)
             self._active -= 1
@@ -354,15 +360,13 @@ class Gateway(HttpServer):
         session: OpenSession,
         plan: TurnPlan,
         reply: EngineReply,
-        tools: Sequence[Mapping] | None,
-        thinking: bool,
+        parsed: Reply,
     ) -> dict[str, Any]:
         """Adds a reply to its session, and returns it as a response of OpenAI's API."""
-        meta, ids = reply.meta_info, reply.output_ids
-        parsed = parse_reply(ids, tools, tokenizer=self._tokenizer, thinking=thinking)
+        meta = reply.meta_info
         turn = session.session.make_turn(
             plan,
-            ids,
+            reply.output_ids,
             reply.logprobs,
             meta.weight_versions,
             meta.finish_reason.type,

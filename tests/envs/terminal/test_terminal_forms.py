@@ -50,6 +50,7 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, make_task
             "test program prints",
         ),
         ({"test": "cp /app/*.json /logs/verifier/"}, "where the reward is"),
+        ({"test": "cat /app/score > /logs/verifier/reward.txt"}, "where the reward is"),
         ({"test": "diff -q /tmp/got /app/expected.txt"}, "with a file that the attempt"),
         (
             {"test": "cat ~/out.txt", "dockerfile": "FROM debian\nWORKDIR /root\n"},

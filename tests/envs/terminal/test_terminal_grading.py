@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import types
 
 import pytest
 
 from glm5_jax.envs.sandbox import SandboxError
-from glm5_jax.envs.terminal import Nop, TrialRunner, load_task, rewards
+from glm5_jax.envs.terminal import Nop, TrialRunner, grading, load_task, rewards
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import (
     PYTEST,
@@ -155,6 +156,13 @@ CASES = {
         None,
         "network (example.org)",
     ),
+    "a pytest that passes every test": (
+        {"test": PYTEST, "tests": "def test(): assert 0\n",
+         "tests/conftest.py": "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"},
+        "",
+        0.0,
+        None,
+    ),
     "a missing plug-in": (
         {"test": PYTEST.replace("-rA", "--json-report"), "tests": PASSED},
         "",
@@ -233,9 +241,11 @@ CASES = {
 }  # fmt: skip
 
 
-# A reward, none, one that is the attempt's failure, an unsupported feature, and files that reach the tests.
+# A reward, none, one that is the attempt's failure, an unsupported feature, files that reach the tests, and a pytest
+# that no verdict may rest on.
 QUICK = (
     "a number", "missing", "the attempt's NaN", "a missing package", "a link to the answer", "copied work",
+    "a pytest that passes every test",
 )  # fmt: skip
 
 
@@ -340,3 +350,16 @@ def test_reads_text_rewards():
 def test_rejects_invalid_text_reward(data):
     with pytest.raises(rewards.RewardError):
         rewards.read_text(data)
+
+
+def test_closes_files_of_attempt_whose_sandbox_ended():
+    class EndedSandbox:
+        async def save(self, path, file, max_bytes):
+            files.append(file)
+            raise SandboxError("the sandbox has ended")
+
+    files = []
+    task = types.SimpleNamespace(verifier=None, artifacts=())
+    with pytest.raises(SandboxError, match="has ended"):
+        run(grading.collect(EndedSandbox(), task, "/app"))
+    assert [file.closed for file in files] == [True]

@@ -138,6 +138,13 @@ def test_splits_tasks_of_folder(tmp_path):
         load_tasks(tmp_path)
 
 
+def test_warns_of_tests_that_can_be_forged(tmp_path, caplog):
+    forgeable = make_task(tmp_path, "copies", test="cat /app/score > /logs/verifier/reward.txt")
+    service_of([make_task(tmp_path, "sound"), forgeable])
+    [warning] = caplog.messages
+    assert warning.startswith("task copies: its reward can be forged: tests/test.sh: copy")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
