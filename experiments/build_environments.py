@@ -255,3 +255,7 @@ def _show_yield(languages: dict[str, dict[str, float]]) -> None:
     for language, row in languages.items():
         table.add_row(language, *(json.dumps(row[name]) for name in names))
     Console().print(table)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -95,8 +95,10 @@ def inspect(folder: pathlib.Path, model: pathlib.Path | None = None) -> Checkpoi
     report.rows += _tokenizer(folder, cfg, report.problems)
     report.commands.append(f"glm5 serve {folder}")
     if report.kind != QUANTISED:
+        # The first has rows of 8,192 tokens, the second of 1,024.
+        size = "flash" if cfg.max_position_embeddings >= 8192 else "tiny_lora"
         report.commands.append(
-            f"glm5 run sft:flash,mixed --checkpoint={folder} --data.sources=\"[{{'chats': 'CHATS.jsonl'}}]\""
+            f"glm5 run sft:{size},mixed --checkpoint={folder} --data.sources=\"[{{'chats': 'CHATS.jsonl'}}]\""
         )
     return report
 

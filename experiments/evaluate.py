@@ -345,8 +345,6 @@ def run(config: EvaluateConfig | QuestionsConfig | SweEvaluateConfig, workdir: p
 
 def make_questions(config: QuestionsConfig, workdir: pathlib.Path) -> QuestionEvaluation:
     """Returns the evaluation of questions. Raises ValueError if the configuration is invalid, and OSError."""
-    from experiments.rl_reasoning import Verifiers, make_toolbox
-
     url, endpoint = config.endpoint.base_url, config.endpoint
     if config.file is None:
         raise ValueError("no file of questions; give --experiment.file=FILE.jsonl")
@@ -354,6 +352,7 @@ def make_questions(config: QuestionsConfig, workdir: pathlib.Path) -> QuestionEv
         raise ValueError("no server; give --experiment.endpoint.base_url=http://HOST:PORT")
     share = TaskFile(file=config.file, instruction=config.instruction)
     tasks = share.load().tasks
+    from experiments.rl_reasoning import Verifiers, make_toolbox
 
     def connect() -> ChatClient:
         return ChatClient(
@@ -504,3 +503,7 @@ def _policy_identity(config: EvaluateConfig | SweEvaluateConfig) -> dict[str, An
         for name, value in dataclasses.asdict(options).items()
         if name != "api_key_file"
     }
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

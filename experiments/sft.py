@@ -9,14 +9,17 @@ The variant is SIZE,KIND. Kinds:
 - turn_level: thinks if the request asks for it;
 - mixed: all three, and chats without thinking.
 
-Starts from the sparse model. Routed experts are trained as int4 (QAT). The loss covers the assistant's tokens,
-except its mistakes.
+Starts from the sparse model. Routed experts are trained as int4 (QAT; without it: --model.int4_group=None). The loss
+covers the assistant's tokens, except its mistakes.
 
 :tiny    for two CPU cores: shipped and generated chats (glm5_jax/data/chat_tasks.py), 1024 tokens, about four
          minutes. experiments/ablations/thinking.py measures the result. It takes your chats too, and a model such as
-         that of the quickstart. For 50 short chats, in about a minute:
-         glm5 run sft:tiny,mixed --checkpoint=WORKDIR --data.sources="[{'chats': 'FILE.jsonl'}]"
-             --data.sequence_length=128 --batch.start=1024 --batch.end=1024 --batch.multiple=1024 --train.steps=100
+         that of the quickstart. 100 steps are enough for 50 short chats, and take about two minutes:
+         glm5 run sft:tiny,mixed --checkpoint=WORKDIR --data.sources="[{'chats': 'FILE.jsonl'}]" --train.steps=100
+:tiny_lora  for two CPU cores, on your chats: LoRA adapters of the model of the checkpoint, 100 steps in about two
+         minutes. The adapters are in WORKDIR/adapter, in PEFT's form. They do not change the head. That of a model which
+         has never read a chat, such as the quickstart's, gives the markers between messages low probabilities
+         (experiments/notebooks/06_finetune_on_my_chats.ipynb): start from a model of :tiny, or sample greedily.
 :small   for one accelerator: 32K. It takes your chats, each category with its weight:
          glm5 run sft:small,mixed --checkpoint=WORKDIR
              --data.sources="[{'chats': 'agent/*.jsonl', 'category': 'agent', 'mode': 'preserved'}]"
@@ -56,7 +59,9 @@ TOOLS = ChatTaskConfig(kind="tools", size=4_000, mistakes=0.2)
 def get_config(variant: str = "tiny,mixed") -> ExperimentConfig:
     """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(
-        variant, {"tiny": tiny, "small": small, "flash": flash, "glm5": glm5}, kinds=KINDS
+        variant,
+        {"tiny": tiny, "tiny_lora": tiny_lora, "small": small, "flash": flash, "glm5": glm5},
+        kinds=KINDS,
     )
 
 
@@ -160,6 +165,27 @@ def flash(kind: str) -> ExperimentConfig:
             rows_per_device=1,
         ),
         sample=SampleConfig(),  # `generate` would copy the weights
+    )
+
+
+def tiny_lora(kind: str) -> ExperimentConfig:
+    """Trains adapters of a model like that of the quickstart on some dozens of chats of the user.
+
+    The rate is high, because such a model has never read a chat.
+    """
+    base, adapted = tiny(kind), flash(kind)
+    return dataclasses.replace(
+        base,
+        name=f"sft:tiny_lora,{kind}",
+        requires_data=True,
+        model=dataclasses.replace(presets.tiny(), lora=adapted.model.lora),
+        optimizer=dataclasses.replace(base.optimizer, weight_decay=0.0),
+        schedule=ScheduleConfig(peak=1e-2, end=1e-3, warmup_steps=10, total_steps=100),
+        step=dataclasses.replace(adapted.step, rows_per_device=None, remat=base.step.remat),
+        sample=SampleConfig(),
+        train=dataclasses.replace(
+            base.train, eval_interval=50, sample_interval=0, save_interval=50
+        ),
     )
 
 

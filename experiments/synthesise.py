@@ -333,3 +333,7 @@ async def _writer(config: SynthesisConfig, workdir: pathlib.Path) -> AsyncIterat
         endpoint.base_url, endpoint.model, api_key=endpoint.key, timeout_s=600.0
     ) as client:
         yield RecordingWriter(ChatWriter(client=client, fields=fields), workdir / "replies.jsonl")
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -21,6 +21,7 @@ from rich.text import Text
 from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.runtime.api_keys import read_key
 from glm5_jax.runtime.terminal import clean_logging, make_printable, print_error
+from launch.imports import paused_collector
 
 SERVER = "http://127.0.0.1:8000"  # where experiments/serve.py listens
 HELP = "/new starts a new chat, /think turns thinking off and on, /quit ends"
@@ -82,7 +83,8 @@ def _server(values) -> Iterator[str]:
     if values.checkpoint is None:
         yield values.url or SERVER
         return
-    from experiments import serve
+    with paused_collector():
+        from experiments import serve
 
     config = serve.get_config("tiny")
     server = dataclasses.replace(config.server, port=0, api_key_file=values.api_key_file)

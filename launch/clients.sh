@@ -6,8 +6,8 @@ usage() {
 bash launch/clients.sh [FLAGS of pytest, such as -k mini]
 
 Installs programs of other projects that use a served model (lm-evaluation-harness, inspect-ai, mini-swe-agent,
-opencode, Codex) into .venv-clients, and tests the server with them (about five minutes). docs/clients.md has their
-commands. Those on npm need node.
+opencode, Codex) into .venv-clients, and tests the server with them and with the SDKs of OpenAI and Anthropic, which
+are in .venv (about five minutes). docs/clients.md has the commands. Programs on npm need node.
 TEXT
 }
 
@@ -19,4 +19,4 @@ set_up clients
 add_npm_packages
 set_up test
 cd "$ROOT"
-exec "$PYTHON" -m pytest tests/journeys/test_clients.py -m slow "$@"
+exec "$PYTHON" -m pytest tests/journeys/test_clients.py tests/inference/test_client_sdks.py -m "not aot and not device" "$@"

@@ -25,6 +25,7 @@ from ml_collections import config_flags
 from glm5_jax.runtime.config_fields import check_path, tree_of
 from glm5_jax.runtime.config_flags import to_frozen, to_mutable
 from launch import experiment_files, rehearsal
+from launch.imports import paused_collector
 
 EXAMPLE = "pretrain:tiny"
 PROGRAM_FLAGS = {
@@ -234,7 +235,8 @@ def load(spec: str) -> tuple[ModuleType, Any]:
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    with paused_collector():
+        module_spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path} has no get_config(variant), so it is not an experiment")
     return module, module.get_config(variant) if variant else module.get_config()

@@ -49,7 +49,17 @@ class OptionalGroup(dict):
 def shipped() -> Mapping[str, pathlib.Path]:
     """Returns the files of this repository's experiments by name."""
     paths = (path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")))
-    return {path.stem: path for path in paths if _get_config(source.read_module(path))}
+    return {path.stem: path for path in paths if _is_experiment(path)}
+
+
+def _is_experiment(path: pathlib.Path) -> bool:
+    return _get_config(source.read_module(path)) is not None
+
+
+def _shipped_file(name: str) -> pathlib.Path | None:
+    """Returns the file of this repository's experiment of a name, without reading the others; None: there is none."""
+    paths = [ROOT / folder / f"{name}.py" for folder in FOLDERS if name.isidentifier()]
+    return next((path for path in paths if path.is_file() and _is_experiment(path)), None)
 
 
 def locate(spec: str) -> tuple[pathlib.Path, str]:
@@ -59,8 +69,8 @@ def locate(spec: str) -> tuple[pathlib.Path, str]:
     experiments/pretrain.py is found from everywhere. Raises ValueError if there is no such file.
     """
     name, _, variant = spec.partition(":")
-    if name in shipped():
-        return shipped()[name], variant
+    if file := _shipped_file(name):
+        return file, variant
     path = pathlib.Path(name)
     if path.suffix == ".py":
         for file in (path, ROOT / path):

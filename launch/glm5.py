@@ -27,6 +27,7 @@ import sys
 from glm5_jax.runtime.config_fields import close_names
 from glm5_jax.runtime.terminal import print_error, print_page
 from launch import experiment_files, experiment_help
+from launch.imports import paused_collector
 
 PROGRAMS = ("local", "on_ray", "slurm", "gke", "ssh_commands", "compile", "rehearse")
 TOOLS = ("check_chats", "check_checkpoint", "quantise")  # in experiments/
@@ -58,10 +59,11 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             print_error(error)
             return 2
-    if command in TOOLS:
-        return importlib.import_module(f"experiments.{command}").main(rest)
-    # Imported late, because some of the programs import jax.
-    return importlib.import_module(f"launch.{command}").main([name, *rest])
+    # Imported late, because many of the programs import jax.
+    package = "experiments" if command in TOOLS else "launch"
+    with paused_collector():
+        module = importlib.import_module(f"{package}.{command}")
+    return module.main(rest if command in TOOLS else [name, *rest])
 
 
 def serve_arguments(words: list[str]) -> list[str]:

@@ -45,6 +45,7 @@ from glm5_jax.runtime.placement import EXIT_RESTART
 from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.runtime.terminal import clean_logging, print_error, print_page
 from launch import command_line, experiment_files, experiment_help, xla_flags
+from launch.imports import paused_collector
 
 HELP = {"-h", "--help"}
 
@@ -92,8 +93,8 @@ def main(argv: list[str]) -> int:
             return code
     # All processes of a pod save and end together, so that none loses its progress.
     with PreemptionGuard(ends=True, unsaved=bool(command.distributed)) as stop:
-        from launch import stage_runner  # imported late, because it imports jax
-
+        with paused_collector():
+            from launch import stage_runner  # imported late, because it imports jax
         return stage_runner.run_stages(command.module, command.config, command.workdir, stop)
 
 

@@ -7,6 +7,8 @@
   accelerators share --cpu_nodes nodes (default 1) of --cpu_partition.
 - Options: --chip=h200 names the kind of the accelerators, and the script sets the XLA options for it
   (launch/xla_flags.py). XLA_FLAGS, or LIBTPU_INIT_ARGS for TPUs, of sbatch's environment takes precedence.
+- Job: --account=NAME is charged, and --time=2-00:00:00 is the time limit. --devices_per_node (default 8) is the number of
+  accelerators of a node.
 - Steps: each replica is a step (srun). The script starts it once the roles that it needs are healthy, and restarts it
   when it dies. A replica that hangs is not detected.
 - End: the job ends with its main roles, or when a role has died too often.

@@ -21,7 +21,6 @@ from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training import lifecycle_report, report
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.stages import Stage
-from launch import local
 from launch.stage_plan import PlannedStage, plan_stages
 
 
@@ -147,6 +146,8 @@ def run_programs(program_flags: Sequence[str], workdir: pathlib.Path) -> int:
         )
         print_error(f"{workdir.name}: {message} {launch_command}, then this command goes on")
         return 1
+    from launch import local  # imported late, because few runs need its HTTP clients
+
     return local.main(["launch.local", *program_flags])
 
 

@@ -471,3 +471,7 @@ def _verdict(value: Spread, minimum: float) -> str:
 def run(study: AttentionKindsStudy, workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("attention_kinds", study, workdir, command, compare)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -437,3 +437,7 @@ def flops_finding(cfg: ModelConfig) -> tuple[Table, Plot, list[str]]:
 def run(setup: AttentionMassSetup, workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("attention_mass", setup, workdir, command, compare)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -325,3 +325,7 @@ def run(study: DsaStudy, workdir: pathlib.Path, command: str) -> int:
         return compare_stages(runs, study, command)
 
     return ablate("dsa_stages", study, workdir, command, find)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -161,3 +161,7 @@ def _table(rows: dict[str, list[dict]]) -> Table:
 def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("error_masking", arms, workdir, command, compare, measure=measure)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

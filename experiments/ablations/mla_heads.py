@@ -226,3 +226,7 @@ def _in_flops(row: dict, config: ExperimentConfig, model: ModelConfig):
 def run(config: ExperimentConfig, workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("mla_heads", config, workdir, command, compare)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -195,3 +195,7 @@ def finding(rows: dict[str, list[dict]], command: str) -> Finding:
 def run(config: ExperimentConfig, workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("mtp", config, workdir, command, compare, measure=measure_drafts, keep=True)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -256,3 +256,7 @@ def _against_adamw(split, adamw, shorter) -> str:
 def run(config: ExperimentConfig, workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("muon_split", config, workdir, command, compare)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -139,3 +139,7 @@ def finding(rows: dict[str, list[dict]], losses: dict[str, list], command: str) 
 def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("sft_attention", arms, workdir, command, compare)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -270,3 +270,7 @@ def _turn_table(turns: dict[str, list[dict]]) -> Table:
 def run(arms: dict[str, Arm], workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("thinking", arms, workdir, command, compare, measure=measure)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

@@ -389,3 +389,7 @@ def _above(quantiles) -> list[float]:
 def run(setup: TopkSetup, workdir: pathlib.Path, command: str) -> int:
     """Runs the ablation and writes its page; see `ablate`. Returns the exit code."""
     return ablate("topk_determinism", setup, workdir, command, compare)
+
+
+if __name__ == "__main__":
+    print((__doc__ or "").split("\n\n")[1].strip())

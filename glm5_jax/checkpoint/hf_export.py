@@ -45,6 +45,7 @@ def save_hf(
     max_shard_bytes: float = 5e9,
     manifest: Manifest | None = None,
     fp8_block: tuple[int, int] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files (with an index if there are several).
 
@@ -58,12 +59,13 @@ def save_hf(
     - max_shard_bytes: maximum size of a file. A larger tensor gets a separate file.
     - manifest: receives every tensor in all processes, and is saved next to the files.
     - fp8_block: rows and columns of a block of FP8 weights, (128, 128) in the released files (`hf_fp8`); None: no FP8.
+    - overwrite: whether to replace a model at out, after all of the new one is written. No other folder is replaced.
 
     The routed experts of a model with `int4_group` are quantised and written as int4 (`hf_int4`). Quantised and rotated
     leaves are written as they are (`hf_quantised`).
 
-    Raises ValueError, before it writes anything, if out is not empty, the disk is too small or the tree is not that of
-    cfg. Raises OSError if writing fails; then it deletes what it wrote.
+    Raises ValueError, before it writes anything, if out is not empty (see overwrite), the disk is too small or the tree
+    is not that of cfg. Raises OSError if writing fails; then it deletes what it wrote.
     """
     # The config, and the layout of every tensor in files.
     if cfg is None:
@@ -111,7 +113,7 @@ def save_hf(
     files = _divide(sizes, max_shard_bytes)
 
     def begin():
-        _check_target(out, sum(sizes.values()) + _SPARE_BYTES)
+        _check_target(out, sum(sizes.values()) + _SPARE_BYTES, overwrite)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
 
@@ -136,7 +138,7 @@ def save_hf(
             tokenizer.save(partial)
         if manifest is not None:
             manifest.save(partial)
-        os.rename(partial, out)
+        _move(partial, out)
 
     multihost.run_on_first(begin)
     try:
@@ -248,9 +250,16 @@ def _check_leaves(params, cfg: ModelConfig) -> dict[str, jax.Array]:
     return leaves
 
 
-def _check_target(out: pathlib.Path, needed: int) -> None:
+def _check_target(out: pathlib.Path, needed: int, overwrite: bool) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not an empty folder; choose another or remove it")
+        if not overwrite:
+            raise ValueError(
+                f"{out} is not an empty folder; choose another, remove it, or replace a model with overwrite=True"
+            )
+        if not _is_model(out):
+            raise ValueError(
+                f"{out} has other contents than a model's files; choose another or remove it"
+            )
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -258,6 +267,24 @@ def _check_target(out: pathlib.Path, needed: int) -> None:
             f"the checkpoint needs {needed / 1e9:.3f} GB and {out.parent} has {free / 1e9:.3f} GB free; "
             "free some or choose another disk"
         )
+
+
+def _is_model(out: pathlib.Path) -> bool:
+    """Returns True if a folder has the files of a model, and no folders, so that it can be replaced."""
+    if out.is_symlink() or not out.is_dir() or not all(path.is_file() for path in out.iterdir()):
+        return False
+    return (out / "config.json").exists() and any(out.glob("model*.safetensors"))
+
+
+def _move(partial: pathlib.Path, out: pathlib.Path) -> None:
+    """Moves a finished folder to its place, and deletes the model that was there."""
+    if not out.exists() or not any(out.iterdir()):
+        os.rename(partial, out)
+        return
+    old = partial.with_suffix(".old")
+    os.rename(out, old)
+    os.rename(partial, out)
+    shutil.rmtree(old)
 
 
 def _divide(sizes: dict[str, int], limit: float) -> dict[str, list[str]]:

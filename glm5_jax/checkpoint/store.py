@@ -15,18 +15,20 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
-import tensorstore
 from jaxtyping import PyTree
-from orbax.checkpoint import v1 as ocp
 
 from glm5_jax.checkpoint.checksums import ReadChecksums, changed_arrays, checksums
 from glm5_jax.parallel import tree
 from glm5_jax.parallel.multihost import all_gather_objects
 from glm5_jax.runtime.files import read_text
+
+# Imported late, as Orbax, because `models` reports most errors of users without them.
+if TYPE_CHECKING:
+    import tensorstore
 
 _FOLDER = "checkpoints"
 _STEP_NAME = re.compile(r"0|[1-9][0-9]*")
@@ -48,6 +50,8 @@ class Store:
     """
 
     def __init__(self, workdir: str | os.PathLike, keep: int = 2):
+        from orbax.checkpoint import v1 as ocp
+
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
         self.folder = pathlib.Path(workdir).absolute() / _FOLDER
@@ -279,6 +283,8 @@ def load_params(
     path: see `check_params`. abstract: tree of ShapeDtypeStruct with the shardings to load to; leaves that the
     checkpoint lacks are left out. may_differ and errors: see `check_params`.
     """
+    from orbax.checkpoint import v1 as ocp
+
     path = check_params(path, abstract, may_differ)
     stored = _metadata(path)
     held = tree.flatten(stored["model"])
@@ -302,7 +308,7 @@ class StoredArray:
       shape, dtype: shape and dtype of the array.
     """
 
-    def __init__(self, array: tensorstore.TensorStore, name: str, checks: ReadChecksums):
+    def __init__(self, array: "tensorstore.TensorStore", name: str, checks: ReadChecksums):
         self.shape, self.dtype = tuple(array.shape), array.dtype.numpy_dtype
         self._array, self._name, self._checks = array, name, checks
 
@@ -343,6 +349,8 @@ class StoredArrays(dict[str, StoredArray]):
 
 def open_arrays(path: str | os.PathLike, abstract: PyTree) -> StoredArrays:
     """Opens the parameters of a checkpoint without reading them. path, abstract and errors: see `check_params`."""
+    import tensorstore
+
     step = check_params(path, abstract)
     folder, arrays, checks = step / "model", {}, ReadChecksums(_saved_checksums(step))
     for name in tree.flatten(abstract):
@@ -416,6 +424,8 @@ def _with_shardings(abstract):
 
 def _metadata(folder: pathlib.Path) -> dict:
     """Returns the shapes of the arrays in a step's folder, by part."""
+    from orbax.checkpoint import v1 as ocp
+
     return ocp.checkpointables_metadata(str(folder)).metadata
 
 

@@ -9,9 +9,8 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from glm5_jax.data.mixture import (
@@ -24,6 +23,9 @@ from glm5_jax.data.mixture import (
 from glm5_jax.data.packing import blank_row
 from glm5_jax.data.sources import fingerprint
 from glm5_jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import grain
 
 Batch = dict[str, np.ndarray]
 

@@ -11,9 +11,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Generator
-from typing import Protocol, runtime_checkable
-
-import grain
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.document import Document, RandomAccess
@@ -21,9 +19,11 @@ from glm5_jax.data.interleave import interleave_records
 from glm5_jax.data.long_context import TaskSourceConfig, select_split
 from glm5_jax.data.packing import PACKINGS, pack
 from glm5_jax.data.record import TokenRecord, plain_record
-from glm5_jax.data.sliding_shuffle import SlidingShuffleIterDataset
 from glm5_jax.data.sources import SourceConfig, open_documents
 from glm5_jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # see packing.py
+    import grain
 
 AnySourceConfig = SourceConfig | TaskSourceConfig | ChatSourceConfig
 # Characters that are tokenised ahead: about a second of work, for which a start and a resume wait.
@@ -145,12 +145,16 @@ def training_rows(
     *,
     shard: int = 0,
     num_shards: int = 1,
-) -> grain.IterDataset:
+) -> "grain.IterDataset":
     """Returns the endless rows (packing.py) of one shard of the mixture.
 
     The shards take disjoint documents of each epoch, and every epoch has a different order. sources: those of
     `open_training_sources`. Raises ValueError for a shard out of range.
     """
+    import grain
+
+    from glm5_jax.data.sliding_shuffle import SlidingShuffleIterDataset
+
     if not 0 <= shard < num_shards:
         raise ValueError(f"shard is {shard}, there are {num_shards}; count from 0")
     rows = {}
@@ -179,7 +183,7 @@ def _is_shuffled(source_config) -> bool:
 
 def held_out_rows(
     config: DataConfig, source_config: AnySourceConfig, tokenizer: Tokenizer
-) -> grain.IterDataset:
+) -> "grain.IterDataset":
     """Returns the rows of one source's held-out documents, each once, in the same order for all seeds.
 
     Raises ValueError if the source has no held-out document.
@@ -251,15 +255,17 @@ def _records(
     config: DataConfig,
     source_config: AnySourceConfig,
     items: Items,
-    order: grain.MapDataset,
+    order: "grain.MapDataset",
     tokenizer: Tokenizer,
     *,
     training: bool,
-) -> grain.IterDataset:
+) -> "grain.IterDataset":
     """Returns the records of a source's items in an order, with prefetching.
 
     Documents are reduced to the split and tokenised; records are returned unchanged.
     """
+    import grain
+
     records = order
     if isinstance(source_config, SourceConfig):
 
@@ -297,7 +303,7 @@ def _max_prefetch(config, source_config, items: Items) -> int:
     return max(1, int(READ_AHEAD / max(mean, source_config.min_characters, 1)))
 
 
-def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.IterDataset:
+def _one_pass(config, source_config, tokenizer, *, training: bool) -> "grain.IterDataset":
     """Returns the records of one source, each once."""
     items = _open(config, source_config, tokenizer, training=training)
     # Not the run's seed, because runs with different seeds are compared on the same rows.
@@ -305,11 +311,13 @@ def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.Iter
     return _records(config, source_config, items, order, tokenizer, training=training)
 
 
-def _shuffled(items: RandomAccess[Document | TokenRecord], seed: int) -> grain.MapDataset:
+def _shuffled(items: RandomAccess[Document | TokenRecord], seed: int) -> "grain.MapDataset":
+    import grain
+
     return grain.MapDataset.source(items).seed(seed).shuffle()
 
 
-def _pack(config: DataConfig, source_config, records: grain.IterDataset) -> grain.IterDataset:
+def _pack(config: DataConfig, source_config, records: "grain.IterDataset") -> "grain.IterDataset":
     # Tasks have one length. A second open row would only create more of them before the first is read.
     open_rows = 1 if isinstance(source_config, TaskSourceConfig) else config.open_rows
     if not isinstance(source_config, SourceConfig):

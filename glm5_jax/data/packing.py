@@ -14,26 +14,29 @@ Each record, or piece of one, is a segment of its row: attention stays inside it
 at 0 and its first token is not trained on, because the row has no context to predict it from.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import grain
 import numpy as np
 
 from glm5_jax.data.record import STREAMS, TokenRecord
+
+# Imported late, because it takes a quarter of a second, and most errors of users come before the first row.
+if TYPE_CHECKING:
+    import grain
 
 PACKINGS = ("concat", "best_fit")
 PLAIN_STREAMS = ("token_ids", "loss_mask", "ce_weight")
 
 
 def pack(
-    records: grain.IterDataset | Sequence[TokenRecord],
+    records: "grain.IterDataset | Sequence[TokenRecord]",
     length: int,
     *,
     packing: str,
     streams: Sequence[str] = PLAIN_STREAMS,
     open_rows: int = 64,
-) -> grain.IterDataset:
+) -> "grain.IterDataset":
     """Packs `TokenRecord`s, a dataset or a sequence, into rows of `length` tokens; its state resumes exactly.
 
     A row is a dict of arrays [t]: the streams (which every record must have; NaN becomes 0), `segment_ids` int32 (1.. in
@@ -42,6 +45,8 @@ def pack(
 
     Raises ValueError for a `packing` not in `PACKINGS`, and for a record that lacks a stream.
     """
+    import grain
+
     if packing not in PACKINGS:
         raise ValueError(f"packing is {packing!r}; use one of {', '.join(PACKINGS)}")
     if length < 2:
@@ -57,7 +62,7 @@ def pack(
         )
     else:
         rows = grain.experimental.BestFitPackIterDataset(
-            grain.experimental.FlatMapIterDataset(tables, _Cut(length)),
+            grain.experimental.FlatMapIterDataset(tables, _make_cut(length)),
             length_struct={"record": length},
             num_packing_bins=open_rows,
         )
@@ -69,17 +74,19 @@ def blank_row(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.zeros_like(stream) for name, stream in row.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cut(grain.experimental.FlatMapTransform):
-    """Splits records that exceed a row."""
+def _make_cut(length: int) -> "grain.experimental.FlatMapTransform":
+    """Returns the transform that splits records which exceed a row."""
+    import grain
 
-    length: int
-    max_fan_out: int = 0  # iterators ignore it
+    class Cut(grain.experimental.FlatMapTransform):
+        max_fan_out = 0  # iterators ignore it
 
-    def flat_map(self, element):
-        table = element["record"]
-        starts = range(0, len(table), self.length)
-        return [{"record": table[start : start + self.length]} for start in starts]
+        def flat_map(self, element):
+            table = element["record"]
+            starts = range(0, len(table), length)
+            return [{"record": table[start : start + length]} for start in starts]
+
+    return Cut()
 
 
 def _table(record: TokenRecord, dtype: np.dtype) -> np.ndarray:

@@ -18,7 +18,6 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-import grain
 import msgspec
 import numpy as np
 
@@ -259,6 +258,8 @@ class ArrayRecords:
 
     def __init__(self, paths: Sequence[pathlib.Path], field: str):
         self._name, self._field = ", ".join(map(str, paths)), field
+        import grain
+
         self._records = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
 
     def __len__(self) -> int:

@@ -3,15 +3,19 @@
 A page that shows them defines `--ink, --muted, --line, --paper` and `--series-1` to `--series-10` (`NUM_COLOURS`).
 """
 
+import contextlib
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+# Imported late, because it takes a third of a second, and most errors of users come before the first chart.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NUM_COLOURS = 10  # of lines; further lines repeat them
 
@@ -49,8 +53,9 @@ def line_chart(
     - bands: (lowest, highest) values around each of the first lines, drawn as shaded areas.
     - size: width and height, in inches.
     """
-    with rc_context(_style()):
-        figure, axes = _axes(size)
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    with _new_chart(size) as (figure, axes):
         # Lines with their bands, then levels.
         ends = []
         for i, (label, x, y) in enumerate(series):
@@ -92,8 +97,7 @@ def span_chart(
     size: tuple[float, float] = (5.6, 2.0),
 ) -> str:
     """Draws the (start, end) spans of each row as bars in two alternating shades, the first row on top."""
-    with rc_context(_style()):
-        figure, axes = _axes(size)
+    with _new_chart(size) as (figure, axes):
         for i, spans in enumerate(rows.values()):
             colour = _COLOUR[f"--series-{i % NUM_COLOURS + 1}"]
             for turn, shade in enumerate((0.9, 0.5)):
@@ -134,12 +138,18 @@ def _style() -> dict:
     }
 
 
-def _axes(size):
-    figure = Figure(figsize=size, layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
-    axes.patch.set_alpha(0)
-    return figure, axes
+@contextlib.contextmanager
+def _new_chart(size: tuple[float, float]) -> Iterator[tuple["Figure", "Axes"]]:
+    """Provides a transparent figure and its axes, in the style of the page."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_style()):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.add_subplot()
+        axes.patch.set_alpha(0)
+        yield figure, axes
 
 
 def _label_ends(figure, axes, ends) -> None:
@@ -200,6 +210,8 @@ def short_number(value: float, _=None) -> str:
 
 
 def _svg(figure, salt: str) -> str:
+    from matplotlib import rc_context
+
     out = io.StringIO()
     # The salt makes ids reproducible, and different in each chart.
     with rc_context({"svg.hashsalt": salt}):

@@ -6,8 +6,6 @@ import re
 
 import jax
 
-from pallas_kernels.compat import strip_locations
-
 # Parts of a program's text: a Mosaic TPU kernel in base64, a Mosaic GPU kernel as a string, and the hash of the latter.
 _TPU = re.compile(r"(?<=\\22body\\22: \\22)[A-Za-z0-9+/=]+")
 _GPU = re.compile(r'(?<= module = ")(?:[^"\\]|\\.)*')
@@ -23,6 +21,9 @@ def program_hash(lowered: jax.stages.Lowered) -> str:
     It is equal for a program of a running pod and the same program compiled ahead of time (launch.compile). Source
     locations in kernels are left out, so that a new comment does not change the hash.
     """
+    # Imported late, because this imports Pallas's compilers for GPUs.
+    from pallas_kernels.compat import strip_locations
+
     text = _TPU.sub(lambda match: strip_locations(base64.b64decode(match[0])), lowered.as_text())
     text = _GPU.sub(lambda match: strip_locations(_bytes(match[0])), _GPU_HASH.sub("", text))
     text = _GPU_NUMBER.sub("", text)

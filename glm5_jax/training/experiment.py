@@ -8,7 +8,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
@@ -99,9 +99,7 @@ class StageConfig:
 
     def change_model(self, model: ModelConfig) -> ModelConfig:
         """Returns the model that the stage trains, of a checkpoint's model: with the fields of `model_changes`."""
-        for path in self.model_changes:
-            model = _with_field_of(self.model, model, path)
-        return model
+        return _with_fields_of(self.model, model, self.model_changes)
 
     @property
     def changeable_on_resume(self) -> tuple[str, ...]:
@@ -216,13 +214,17 @@ _CHANGEABLE_ON_RESUME = (
 )
 
 
-def _with_field_of(source: Config, target: Config, path: str) -> Config:
-    """Returns a dataclass with the value that another one has at a path, FIELD or GROUP.FIELD."""
-    name, _, rest = path.partition(".")
-    value = getattr(source, name)
-    if rest:
-        value = _with_field_of(value, getattr(target, name), rest)
-    return dataclasses.replace(target, **{name: value})  # pyright: ignore[reportArgumentType]
+def _with_fields_of(source: Config, target: Config, paths: Collection[str]) -> Config:
+    """Returns a dataclass with the values that another one has at some paths, FIELD or GROUP.FIELD."""
+    changes: dict[str, Any] = {}
+    for path in paths:
+        name, _, rest = path.partition(".")
+        value = getattr(source, name)
+        if rest:
+            value = _with_fields_of(value, changes.get(name, getattr(target, name)), (rest,))
+        changes[name] = value
+    # All at once, because the dataclass refuses some combinations of new and old values.
+    return dataclasses.replace(target, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def choose(

@@ -30,7 +30,7 @@ def record_start(workdir: str | os.PathLike, model: ModelConfig, step: int) -> N
     facts = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "step": str(step),
-        "command": shlex.join(sys.argv),
+        "command": command_line(),
         "commit": source_commit(),
         "versions": package_versions(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -39,6 +39,15 @@ def record_start(workdir: str | os.PathLike, model: ModelConfig, step: int) -> N
         "active": f"{model.num_active_parameters:,}",
     }
     append_lines(path, json.dumps(facts).encode() + b"\n")
+
+
+def command_line() -> str:
+    """Returns the command of this process as a user types it, although Python names the file of a module."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        return shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
+    words = ["glm5"] if spec.name == "launch.glm5" else ["python", "-m", spec.name]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def read_starts(workdir: str | os.PathLike) -> list[dict[str, str]]:

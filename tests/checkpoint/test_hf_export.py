@@ -224,6 +224,36 @@ def test_refuses_tree_of_another_config(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_overwrites_model_if_asked(tmp_path):
+    model, out = load_hf(A), tmp_path / "out"
+    save_hf(model, out, tokenizer=Tokenizer.default(), max_shard_bytes=2e5)
+    save_hf(model, out, overwrite=True)
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    assert_bitwise(tensors(out), tensors(A))
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("name", ["notes", "out/data/notes", "link"])
+def test_overwrites_nothing_but_models(tmp_path, name):
+    model, out = load_hf(A), tmp_path / "out"
+    save_hf(model, out)
+    if name == "link":
+        (tmp_path / name).symlink_to(out)
+        target = tmp_path / name
+    else:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+        target = file if name == "notes" else out
+    with pytest.raises(ValueError, match="has other contents than a model's files"):
+        save_hf(model, target, overwrite=True)
+    assert_bitwise(tensors(out), tensors(A))
+
+
 def export_of_one_process(out: str) -> None:
     """Runs in each process of a pod of four devices in the test below."""
     mesh, cfg = make_mesh(fsdp=2, expert=2), cases.config()

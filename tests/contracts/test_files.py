@@ -17,6 +17,8 @@ ASSETS = "glm5_jax/data/assets"
 # One machine's folders (/home/kubernetes/bin is on each node of GKE) and one network's package hosts; and promises in place of code.
 MACHINE_PATH = re.compile(r"(?<![\w.<~-])/(?:root|home(?!/kubernetes/)|work|mnt|opt|Users)/\w")
 REGISTRY = re.compile(r"pypi[.]org|python[h]osted|index[-]url|find[-]links|trusted[-]host")
+# A picture in a notebook, whose letters may spell anything.
+PICTURE = re.compile(r'\s*"image/png": "[\w+/=\\]*",?')
 UNFINISHED = re.compile(r"\b(?:TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b|\bfor[ ]now\b")
 
 
@@ -25,7 +27,7 @@ def lines_with(pattern: re.Pattern, paths) -> list[str]:
         f"{path}:{number} {line.strip()[:120]}"
         for path in paths
         for number, line in enumerate(read(path).splitlines(), 1)
-        if pattern.search(line)
+        if pattern.search(line) and not PICTURE.fullmatch(line)
     ]
 
 

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ CELL_TIMEOUT_S = 600
 DIGEST = (
     "executed_sha256"  # in a notebook's metadata: digest of the code that the outputs belong to
 )
+_IMPORTED = re.compile(r"\bexperiments\.notebooks(?:\.|\s+import\s+)(\w+)")
 # Variables of the test session that Colab does not have.
 SESSION_VARIABLES = ("PYTHON", "PYTEST", "JAX", "XLA", "TF_", "COV", "MPL", "GLM5", "VIRTUAL_ENV")
 
@@ -73,10 +75,22 @@ def badge(path: pathlib.Path) -> str:
     return f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({target})"
 
 
-def digest(notebook: nbformat.NotebookNode) -> str:
-    """Returns the digest of a notebook's code."""
+def digest(notebook: nbformat.NotebookNode, folder: pathlib.Path = FOLDER) -> str:
+    """Returns the digest of a notebook's code, and of the modules of the notebooks' folder that it imports."""
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    code += [path.read_text("utf-8") for path in helper_modules("\n".join(code), folder)]
     return hashlib.sha256("\0".join(code).encode()).hexdigest()
+
+
+def helper_modules(code: str, folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files of a folder's modules that code imports, directly or through each other, in order of name."""
+    modules, sources = set(), [code]
+    while sources:
+        names = _IMPORTED.findall(sources.pop())
+        others = {folder / f"{name}.py" for name in names} - modules
+        modules |= others
+        sources += [path.read_text("utf-8") for path in others]
+    return sorted(modules)
 
 
 def set_head(path: pathlib.Path, notebook: nbformat.NotebookNode) -> None:

@@ -51,6 +51,25 @@ def test_notebook_holds_outputs_of_its_code(path):
         assert not [o for o in cell.get("outputs", []) if o.output_type == "error"]
 
 
+def test_digest_covers_modules_that_notebook_imports(tmp_path):
+    (tmp_path / "first.py").write_text("from experiments.notebooks import second\n")
+    (tmp_path / "second.py").write_text("import experiments.notebooks.first\n")
+    (tmp_path / "third.py").write_text("")
+    code = "from experiments.notebooks.first import x"
+    assert notebooks.helper_modules(code, tmp_path) == [
+        tmp_path / "first.py",
+        tmp_path / "second.py",
+    ]
+    assert notebooks.helper_modules("from experiments import pretrain", tmp_path) == []
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    digest = notebooks.digest(notebook, tmp_path)
+    (tmp_path / "third.py").write_text("y = 1\n")
+    assert notebooks.digest(notebook, tmp_path) == digest
+    (tmp_path / "second.py").write_text("y = 1\n")
+    assert notebooks.digest(notebook, tmp_path) != digest
+
+
 def test_page_of_notebooks_lists_all_with_badges():
     rows = [line for line in PAGE.read_text("utf-8").splitlines() if "colab-badge" in line]
     assert len(rows) == len(NOTEBOOKS)

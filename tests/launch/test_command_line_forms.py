@@ -81,6 +81,7 @@ def test_stages_change_their_fields_of_model_of_checkpoint():
         ("dsa_sparse:tiny", {"rope_theta": 1e6, "attention": "sparse"}),
         ("sft:tiny,mixed", {"int4_group": 32}),
         ("sft:flash,mixed", {"lora": LoraConfig(rank=16)}),
+        ("sft:tiny_lora,mixed", {"lora": LoraConfig(rank=16)}),
         ("rl_reasoning:tiny", {}),
     ):
         config = command_line.parse(["run", experiment]).config
@@ -90,6 +91,20 @@ def test_stages_change_their_fields_of_model_of_checkpoint():
         )
         expected = dataclasses.replace(user, rope_parameters=rope, **changes)
         assert config.change_model(user) == expected, experiment
+
+
+@pytest.mark.parametrize(
+    ("experiment", "before", "after"),
+    [
+        ("sft:tiny_lora,mixed", {"int4_group": 32}, {"lora": LoraConfig(rank=16)}),
+        ("sft:tiny,mixed", {"lora": LoraConfig(rank=4)}, {"int4_group": 32}),
+    ],
+)
+def test_exchanges_adapters_and_quantised_training(experiment, before, after):
+    model = presets.tiny()
+    config = command_line.parse(["run", experiment, "--checkpoint=x"]).config
+    trained = config.change_model(dataclasses.replace(model, **before))
+    assert trained == dataclasses.replace(model, **after)
 
 
 def test_reads_both_forms_alike():

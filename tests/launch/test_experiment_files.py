@@ -1,5 +1,6 @@
 """Descriptions, variants and fields that are read from source agree with what the modules return."""
 
+import ast
 import dataclasses
 
 import pytest
@@ -84,3 +85,13 @@ def test_describes_repeated_stage_once():
     text = experiment_help.describe(*find("lifecycle"), config)
     assert "\n--midtrain_32k.FIELD  has the fields of --pretrain\n" in text
     assert "\n--rl_agentic.max_staleness=" in text
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_file_that_is_run_as_program_prints_its_command(name):
+    source = shipped()[name].read_text("utf-8")
+    assert source.endswith(
+        'if __name__ == "__main__":\n    print((__doc__ or "").split("\\n\\n")[1].strip())\n'
+    )
+    command = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[1].strip()
+    assert command.startswith("glm5 ") and name in command

@@ -87,3 +87,12 @@ def test_passes_arguments_to_tool(capsys):
 )
 def test_serves_folder(words, expected):
     assert glm5.serve_arguments(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("slurm", {"slices", "tpu_topology"}), ("gke", set())]
+)
+def test_help_of_scheduler_names_all_flags(name, refused):
+    program = importlib.import_module(f"launch.{name}")
+    names = {*program.define()} - {"help", "helpshort", "helpfull", "helpxml"} - refused
+    assert not [flag for flag in names if f"--{flag}" not in program.__doc__]
