@@ -5,8 +5,8 @@ slowest tests if a directory exceeds its budget by half, or if one test's call e
 limit is higher for a call that compiles a program or starts one, which imports JAX again. Tests marked slow, aot or
 device do not count.
 
-It measures CPU seconds of the process and its children, because wall time varies on a shared machine. They are scaled
-by the time of a fixed piece of work, relative to the reference machine.
+It measures CPU seconds of the process and its children, because wall time varies on a shared machine. On a machine that
+is slower than the reference machine they are scaled by the time of a fixed piece of work.
 
     --durations-json=FILE   also writes the scaled seconds of every test to FILE, for `durations.json`
 """
@@ -135,7 +135,8 @@ class Measure:
         from jax import monitoring
 
         monitoring.register_event_duration_secs_listener(self._hear)
-        self._scale = Budget.read().calibration_s / calibrate()
+        # Compilation does not speed up as much as the calibration's work, so a fast machine is no reason for more seconds.
+        self._scale = min(1.0, Budget.read().calibration_s / calibrate())
 
     def _hear(self, event, duration, **_):
         self._compilations += event in COMPILATION
