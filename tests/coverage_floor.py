@@ -1,6 +1,6 @@
 """Pytest plugin for `launch/test.sh --coverage`, which requires that each module has 75% of its lines covered.
 
-Modules that mostly slow tests run have a floor of their own in `FLOORS`.
+Modules that mostly slow tests or processes of a sandbox run have a floor of their own in `FLOORS`.
 
 Pytest lists the other modules and counts them in its last line, and the run fails.
 """
@@ -15,6 +15,7 @@ FLOOR = 75
 # In percent of the lines that the default tests run, a few below what was measured. Floors may rise, not fall.
 FLOORS = {
     "glm5_jax/compat.py": 45,
+    "glm5_jax/envs/reasoning/code_child.py": 70,
     "glm5_jax/envs/swe/awareness.py": 40,
     "glm5_jax/envs/swe/evaluation.py": 35,
     "glm5_jax/envs/swe/grading.py": 70,
