@@ -26,17 +26,21 @@ class EvaluationConfig:
       tasks: number of tasks of each kind; 0: no evaluation.
       group: attempts at each task.
       temperature: sampling temperature; 0 is greedy.
+      top_p: probability mass of the tokens that are sampled. Samples to train on have 1.
     """
 
     tasks: int = 64
     group: int = 1
     temperature: float = 1.0  # GLM-5 6.1, for reasoning
+    top_p: float = 0.95  # GLM-5 6.1
 
     def __post_init__(self):
         if self.tasks < 0 or self.group < 1 or self.temperature < 0:
             raise ValueError(
                 f"tasks is {self.tasks}, group {self.group} and temperature {self.temperature}; use at least 0, 1 and 0"
             )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

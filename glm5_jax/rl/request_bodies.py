@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from glm5_jax.inference.request_bodies import Version
+from glm5_jax.inference.request_bodies import Temperature, TopP, Version
 from glm5_jax.runtime.json_body import MAX_VALUES
 from glm5_jax.runtime.json_structs import Count, JsonStruct, PositiveInteger, Seconds
 
@@ -48,10 +48,18 @@ class SetWeights(JsonStruct, kw_only=True, frozen=True):
 
 
 class EvaluateTasks(JsonStruct, kw_only=True, frozen=True):
-    """Request for attempts at up to `count` held-out tasks of every task service."""
+    """Request for attempts at up to `count` held-out tasks of every task service.
+
+    Attributes:
+      group: attempts at each task.
+      temperature, top_p: as of `BeginSession`.
+    """
 
     count: PositiveInteger
     timeout_s: Seconds
+    group: PositiveInteger = 1
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
 
 
 class CancelGroup(JsonStruct, kw_only=True, frozen=True):
@@ -74,11 +82,16 @@ class BeginSession(JsonStruct, kw_only=True, frozen=True):
       id: id of the session; None: the gateway chooses one.
       seed: seed of its samples; None: a random one.
       weights: weights that engines must sample with; None: as required before.
+      temperature: temperature of its samples; None: that of the gateway, which the learner knows. Samples with another
+        one or with top_p must not be trained on.
+      top_p: probability mass of the tokens that are sampled; None: 1.
     """
 
     id: str | None = None
     seed: Count | None = None
     weights: SetWeights | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
 
 
 class CancelRollout(JsonStruct, kw_only=True, frozen=True):

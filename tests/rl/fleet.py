@@ -50,12 +50,14 @@ class Engine(HttpServer):
       version: version of the weights that sample.
       checksum: checksum of the weights; None: the engine reports none.
       instance: id of the process that the engine pretends to be.
+      distributions: pairs of temperature and top_p of the requests so far.
     """
 
     def __init__(self, config=ListenConfig(port=0), delay=0.01, tokens=8):
         super().__init__(config)
         self.version, self.delay, self.tokens = 0, delay, tokens
         self.checksum, self.instance = None, secrets.token_hex(4)
+        self.distributions: set[tuple[float, float]] = set()
         self._random = random.Random(0)
 
     def routes(self):
@@ -64,7 +66,9 @@ class Engine(HttpServer):
 
     async def _generate(self, request):
         body = read_json(await request.read())
-        rng = random.Random(body["sampling_params"]["sampling_seed"])
+        sampling = body["sampling_params"]
+        self.distributions.add((sampling["temperature"], sampling["top_p"]))
+        rng = random.Random(sampling["sampling_seed"])
         await asyncio.sleep(self._random.uniform(0, 2 * self.delay))
         output_ids = self.reply(body["input_ids"], rng)
         meta_info = {

@@ -99,7 +99,8 @@ class RecordingOrchestrator(InProcessOrchestrator):
         self.ages.append(max(group.staleness for group in groups))
         return groups
 
-    def evaluate(self, count, *, wait_s):
+    def evaluate(self, count, *, wait_s, **options):
+        self.evaluation = options
         return {"math": {"reward": count / 8, "count": count, "failed": 0}}
 
 
@@ -277,7 +278,7 @@ def test_stop_saves_step_without_push(tokenizer_folder, tmp_path):
 
 def test_stop_ends_evaluation(tokenizer_folder, tmp_path):
     class SlowEvaluation(RecordingOrchestrator):
-        def evaluate(self, count, *, wait_s):
+        def evaluate(self, count, **options):
             signal.raise_signal(signal.SIGTERM)
 
     train = TrainConfig(steps=2, eval_interval=1, save_interval=0)
@@ -352,9 +353,25 @@ def test_refreshes_restarted_engines_before_next_push(tokenizer_folder, tmp_path
 
 def test_orchestrator_evaluates_held_out_tasks(tokenizer_folder, tmp_path):
     train = TrainConfig(steps=2, eval_interval=1, save_interval=0)
-    config = config_of(tokenizer_folder, train=train, evaluation=EvaluationConfig(tasks=4))
-    run(config, tmp_path / "run")
+    evaluation = EvaluationConfig(tasks=4, group=2, temperature=0.6)
+    orchestrator = run(
+        config_of(tokenizer_folder, train=train, evaluation=evaluation), tmp_path / "run"
+    )
+    assert orchestrator.evaluation == {"group": 2, "temperature": 0.6, "top_p": 0.95}
     assert column(read(tmp_path / "run"), "held_out/math") == ([1, 2], [0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
+        ({"top_p": 1.1}, "top_p is 1.1; it must be above 0"),
+        ({"group": 0}, "group 0 and temperature 1.0; use at least 0, 1 and 0"),
+    ],
+)
+def test_rejects_invalid_evaluation(changes, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationConfig(**changes)
 
 
 @pytest.mark.parametrize(

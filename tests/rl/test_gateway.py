@@ -268,6 +268,27 @@ def test_sessions_reuse_prefix_unless_routed_at_random(engines, monkeypatch):
     assert cached < 0.9 * possible > 450
 
 
+def test_session_may_have_distribution_of_its_own(engines):
+    async def replies(request, url, seed, **options):
+        body = {"id": f"s{seed}", "seed": seed} | options
+        assert (await request("POST", f"{url}/sessions", body))[0] == 200
+        return await say(request, url, f"s{seed}", [QUESTION])
+
+    async def work(request):
+        greedy = [await replies(request, url, seed, temperature=0) for seed in (1, 2)]
+        likeliest = [await replies(request, url, seed, top_p=1e-6) for seed in (3, 4)]
+        sampled = [await replies(request, url, seed) for seed in (5, 6)]
+        assert greedy[0] == greedy[1] == likeliest[0] == likeliest[1]
+        assert sampled[0] != sampled[1]
+        body = {"messages": [QUESTION], "temperature": 1}
+        path = f"{url}/sessions/s1/v1/chat/completions"
+        status, response = await request("POST", path, body)
+        assert status == 400 and "all samples of this session have 0" in str(response)
+
+    with gateway(engines) as url:
+        run(work)
+
+
 def test_serves_openai_client(engines):
     tools = [{"type": "function", "function": {"name": "calculate"}}]
     with gateway(engines) as url:
@@ -281,7 +302,7 @@ def test_serves_openai_client(engines):
             assert completion.choices[0].finish_reason in ("length", "stop")
             assert completion.usage.completion_tokens <= 9
             with pytest.raises(
-                openai.BadRequestError, match="temperature is 0.5; samples of this gateway"
+                openai.BadRequestError, match="temperature is 0.5; all samples of this session"
             ):
                 client.chat.completions.create(model="glm-5", messages=[QUESTION], temperature=0.5)
 
@@ -298,6 +319,8 @@ INVALID_REQUESTS = [
     ("POST", "/sessions", {"id": "s"}, 409, "already"),
     ("POST", "/sessions", {"id": "../s"}, 400, "letters"),
     ("POST", "/sessions", {"id": "t", "speed": 1}, 400, "speed: no such field"),
+    ("POST", "/sessions", {"id": "t", "top_p": 0}, 400, "top_p"),
+    ("POST", "/sessions", {"id": "t", "temperature": -1}, 400, "temperature"),
     ("POST", "/sessions", {"id": "t"}, 429, "1 sessions are open"),
     ("POST", CHAT, {"messages": [QUESTION], "stop": "x"}, 400, "take no stop"),
     ("POST", CHAT, {"messages": [QUESTION], "stream": True}, 400, "stream is True"),

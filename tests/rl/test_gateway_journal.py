@@ -10,7 +10,7 @@ import pytest
 
 from glm5_jax.rl.rollouts.record_codec import decode_records
 from glm5_jax.rl.rollouts.session_journal import SessionJournal
-from glm5_jax.rl.rollouts.sessions import Session
+from glm5_jax.rl.rollouts.sessions import Session, SessionStart
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.metrics.test_jsonl import limit_file_size
 from tests.rl.fleet import Engine, gateway
@@ -243,8 +243,10 @@ def test_journal_stores_sample_index_of_turn(tmp_path):
     session = Session(tokenizer, seed=3)
     lost = session.plan([QUESTION])
     other = session.plan([QUESTION], pending=[lost])
-    journal.begin("s", 3)
+    start = SessionStart(seed=3, temperature=0.0, top_p=0.95)
+    journal.begin("s", start)
     turn = session.make_turn(other, [1, 2], [0.0, 0.0], [0, 0], "stop", {"role": "assistant"})
     journal.add("s", turn, None)
-    [(_, restored, _)] = journal.read(lambda seed: Session(tokenizer, seed=seed))
+    [(_, read, restored, _)] = journal.read(lambda start: Session(tokenizer, seed=start.seed))
+    assert read == start
     assert restored.turns[0].sample_index == 1 and restored.plan([QUESTION]) == lost

@@ -8,7 +8,7 @@ import pytest
 
 from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.rl.orchestrator.dispatcher import DispatcherConfig
-from tests.rl.fleet import Fleet, gateway, num_sessions, post_json, until
+from tests.rl.fleet import Engine, Fleet, gateway, num_sessions, post_json, until
 from tests.rl.test_gateway_journal import send_request
 
 CLEANUP = {"dispatcher": DispatcherConfig(cleanup_interval_s=0.05)}
@@ -80,6 +80,15 @@ def test_deletes_records_of_dropped_groups_and_evaluations(stack, private_gate):
     fleet.client.pause()
     until(lambda: fleet.client.status()["running"] == 0)
     until(lambda: not finished(private_gate))
+
+
+def test_evaluates_with_distribution_of_its_own(stack):
+    engine = Engine()
+    url = stack.enter_context(engine.running())
+    fleet = Fleet(stack, stack.enter_context(gateway(url, temperature=0.8))).begin()
+    until(lambda: engine.distributions == {(0.8, 1.0)})
+    result = fleet.client.evaluate(2, 20, group=3, temperature=0.0, top_p=0.95)["sums"]
+    assert result["count"] == 6 and engine.distributions == {(0.8, 1.0), (0.0, 0.95)}
 
 
 def test_leaves_records_of_other_runs(stack, private_gate):

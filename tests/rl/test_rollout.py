@@ -56,11 +56,16 @@ def engine():
     )
 
 
-def rollouts(inference_engine=None, temperature=1.3, tools=None, **options):
+def rollouts(inference_engine=None, temperature=1.3, tools=None, top_p=1.0, **options):
     """Returns the rollouts of an engine."""
     options = dict(max_tokens=9, group=3, max_turns=4) | options
     return Rollouts(
-        inference_engine or engine(), TOKENIZER, RolloutConfig(**options), temperature, tools
+        inference_engine or engine(),
+        TOKENIZER,
+        RolloutConfig(**options),
+        temperature,
+        tools,
+        top_p=top_p,
     )
 
 
@@ -89,6 +94,14 @@ def test_recorded_log_probs_equal_trainer_log_probs():
             assert record.status == ("truncated" if is_truncated else "completed")
             assert attempt.num_sampled_tokens == count
         assert len({tuple(record.token_ids) for record in group.records}) == 3
+
+
+def test_samples_only_likeliest_tokens_of_top_p():
+    def ids(**options):
+        [group] = rollouts(**options).sample([PLAIN], 1)
+        return {tuple(record.token_ids.tolist()) for record in group.records}
+
+    assert ids(top_p=1e-6) == ids(temperature=0) and len(ids()) == 3
 
 
 def test_seed_determines_samples():

@@ -240,18 +240,33 @@ class OrchestratorClient:
         self._weights = version, checksum
 
     def evaluate(
-        self, count: int, timeout_s: float = 3600.0, *, wait_s: float | None = None
+        self,
+        count: int,
+        timeout_s: float = 3600.0,
+        *,
+        group: int = 1,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        wait_s: float | None = None,
     ) -> dict[str, dict[str, Any]] | None:
         """Runs attempts at up to `count` held-out tasks of every task service, and returns results by task.
 
         A result has "reward", the mean, None without rewards; "count" of attempts with a reward; "failed", the others.
 
         - timeout_s: time limit of the evaluation, in seconds.
+        - group: attempts at each task.
+        - temperature, top_p: sampling distribution; None: that of the samples to train on.
         - wait_s: time limit of this call, in seconds; None: that of the evaluation. After it the result is None, and the
           next call waits for the same evaluation.
         """
         if self._evaluation is None:
-            body = EvaluateTasks(count=count, timeout_s=timeout_s)
+            body = EvaluateTasks(
+                count=count,
+                timeout_s=timeout_s,
+                group=group,
+                temperature=temperature,
+                top_p=top_p,
+            )
             self._evaluation = _run_in_thread(lambda: self._request("/evaluate", body, timeout_s))
         if not concurrent.futures.wait([self._evaluation], wait_s).done:
             return None

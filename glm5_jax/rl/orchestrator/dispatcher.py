@@ -16,7 +16,7 @@ from glm5_jax.rl.orchestrator.fair_share import CLOSED, OPEN, CircuitBreaker, Ci
 from glm5_jax.rl.orchestrator.staleness import GroupTicket
 from glm5_jax.rl.orchestrator.task_registry import RegisteredService
 from glm5_jax.rl.orchestrator.task_service import Outcome, RolloutRequest, outcome_from_json
-from glm5_jax.rl.request_bodies import BeginSession, CancelRollout, SetWeights
+from glm5_jax.rl.request_bodies import BeginSession, CancelRollout, EvaluateTasks, SetWeights
 from glm5_jax.rl.rollouts.sessions import derive_seed
 from glm5_jax.rl.trajectory import RecordSummary, Trajectory, summary_from_json
 from glm5_jax.rl.types import Reward, WeightVersion, has_used_tools
@@ -120,12 +120,16 @@ class RolloutDispatcher:
         self._num_evaluations = 0
 
     async def run_rollout(
-        self, service: RegisteredService, group: GroupTicket, index: int, *, held_out: bool = False
+        self,
+        service: RegisteredService,
+        group: GroupTicket,
+        index: int,
+        evaluation: EvaluateTasks | None = None,
     ) -> Trajectory:
         """Runs one rollout of a group, with retries if the environment fails.
 
         If all attempts fail, the trajectory holds only the error. Raises only when cancelled. index: index of the
-        rollout in its group.
+        rollout in its group. evaluation: the evaluation that the rollout is part of; None: it is trained on.
         """
         start = self._clock()
         names = _attempt_names(group.group_id, index, self._config.max_tries)
@@ -134,13 +138,13 @@ class RolloutDispatcher:
                 rollout_id=name,
                 group_id=group.group_id,
                 number=group.number,
-                held_out=held_out,
+                held_out=evaluation is not None,
                 base_url=f"{self._url}/sessions/{name}",
                 seed=derive_seed(self._seed, group.order, group.tries, index),
             )
             error = ""
             try:
-                result = await self._attempt_once(service, request)
+                result = await self._attempt_once(service, request, evaluation)
             except ServerError as failure:
                 error = str(failure)
                 result = _AttemptResult(reward=Reward(None, error=error))
@@ -175,9 +179,7 @@ class RolloutDispatcher:
         service.record_rollout(trajectory)
         return trajectory
 
-    async def evaluate(
-        self, service: RegisteredService, count: int, timeout_s: float
-    ) -> dict[str, Any]:
+    async def evaluate(self, service: RegisteredService, body: EvaluateTasks) -> dict[str, Any]:
         """Runs attempts at the first held-out tasks of a service, before its groups.
 
         Returns "reward", the mean reward or None; "count", the attempts with a reward; "failed", the attempts that
@@ -185,23 +187,24 @@ class RolloutDispatcher:
         """
         name, self._num_evaluations = service.spec.name, self._num_evaluations + 1
         evaluation = self._num_evaluations
-        count = num_pending = min(count, service.spec.held_out)
+        count = num_pending = min(body.count, service.spec.held_out) * body.group
         trajectories: list[Trajectory] = []
 
-        async def run(number: int) -> None:
+        async def run(attempt: int) -> None:
+            number, index = divmod(attempt, body.group)
             # The seed of a held-out task is always the same, its session never is.
             group_id = f"{self._run_id}held-out-{name}-{number}-{evaluation}"
             group = GroupTicket(
                 order=-1 - number, group_id=group_id, task=name, number=number, tries=0
             )
-            trajectories.append(await self.run_rollout(service, group, 0, held_out=True))
+            trajectories.append(await self.run_rollout(service, group, index, body))
 
         def finish(_: asyncio.Task) -> None:
             service.in_flight -= 1
 
         service.num_evaluations += num_pending
         try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as attempts:
+            async with asyncio.timeout(body.timeout_s), asyncio.TaskGroup() as attempts:
                 while num_pending and not service.is_lost:
                     if service.in_flight < service.spec.max_inflight:
                         task = attempts.create_task(run(count - num_pending))
@@ -263,12 +266,21 @@ class RolloutDispatcher:
         return name in self._open_sessions or self._has_group(_group_of_attempt(name))
 
     async def _attempt_once(
-        self, service: RegisteredService, request: RolloutRequest
+        self,
+        service: RegisteredService,
+        request: RolloutRequest,
+        evaluation: EvaluateTasks | None,
     ) -> _AttemptResult:
         """Runs one attempt at a rollout. Raises ServerError if the environment failed."""
         name = request.rollout_id
         weights = None if self.weights is None else SetWeights(**self.weights._asdict())
-        session = BeginSession(id=name, seed=request.seed, weights=weights)
+        session = BeginSession(
+            id=name,
+            seed=request.seed,
+            weights=weights,
+            temperature=evaluation and evaluation.temperature,
+            top_p=evaluation and evaluation.top_p,
+        )
         self._open_sessions.add(name)
         is_finished = False
         try:

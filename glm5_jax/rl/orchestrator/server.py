@@ -14,7 +14,7 @@
     POST   /groups/trained            {lease, step}: reports that the batch was trained on
     POST   /groups/cancel             {group_id, should_resample}: cancels a running group
     POST   /version                   {lease, version, checksum}: reports the weights of the engines
-    POST   /evaluate                  {count, timeout_s}: runs attempts at held-out tasks
+    POST   /evaluate                  {count, timeout_s, group, temperature, top_p}: runs attempts at held-out tasks
     POST   /pause, /resume            stops or allows new groups
     GET    /status                    returns the status of everything
 
@@ -398,10 +398,7 @@ class Orchestrator(HttpServer):
         services = [s for s in self._registry.services.values() if s.spec.held_out]
         self._active += 1
         try:
-            evaluations = (
-                self._dispatcher.evaluate(service, body.count, body.timeout_s)
-                for service in services
-            )
+            evaluations = (self._dispatcher.evaluate(service, body) for service in services)
             results = await asyncio.gather(*evaluations)
         finally:
             self._active -= 1

@@ -5,7 +5,7 @@ from typing import Any
 
 from glm5_jax.inference.request_bodies import ChatCompletionRequest
 from glm5_jax.rl.rollouts.engine_answers import EngineReply
-from glm5_jax.rl.rollouts.sessions import TurnPlan
+from glm5_jax.rl.rollouts.sessions import SessionStart, TurnPlan
 from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tool_calls import Reply
 
@@ -17,27 +17,30 @@ _FIELDS = (
 )
 
 
-def sampling_of(chat: ChatCompletionRequest, temperature: float, max_tokens: int) -> dict[str, Any]:
+def sampling_of(
+    chat: ChatCompletionRequest, start: SessionStart, max_tokens: int
+) -> dict[str, Any]:
     """Returns the sampling parameters for `/generate`.
 
     Raises ApiError for a field or a value with which the samples could not be trained on as they were sampled.
 
-    - temperature: temperature of all samples.
+    - start: has the temperature and the top_p of all samples of the session.
     - max_tokens: maximum length of the reply, in tokens, if the request does not give one.
     """
     fields = chat.non_default_fields()
     if unknown := [field for field in fields if field not in _FIELDS]:
         raise ApiError(f"sessions take no {unknown[0]}; leave it out", param=unknown[0])
-    fixed = {"temperature": temperature, "top_p": 1, "n": 1, "stream": False}
+    shared = {"temperature": start.temperature, "top_p": start.top_p}
+    fixed = shared | {"n": 1, "stream": False}
     for field, value in fixed.items():
         if fields.get(field, value) != value:
             raise ApiError(
-                f"{field} is {fields[field]}; samples of this gateway have {value}, which is what is trained on: leave "
-                "it out",
+                f"{field} is {fields[field]}; all samples of this session have {value}, which the trainer relies on: "
+                "leave it out",
                 param=field,
             )
     max_new_tokens = chat.max_completion_tokens or chat.max_tokens or max_tokens
-    return {"temperature": temperature, "top_p": 1.0, "max_new_tokens": max_new_tokens}
+    return shared | {"max_new_tokens": max_new_tokens}
 
 
 def chat_response(

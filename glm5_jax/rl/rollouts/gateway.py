@@ -3,7 +3,7 @@
     gateway = Gateway(tokenizer, ["http://10.0.0.1:8000"], GatewayConfig(port=9000, journal="DIR"))
     asyncio.run(gateway.serve())
 
-    POST   /sessions                              {id, seed, weights}: opens the session of a rollout
+    POST   /sessions                              {id, seed, weights, temperature, top_p}: opens the session of a rollout
     POST   /sessions/ID/v1/chat/completions       OpenAI's chat API, for an agent that need not know the gateway
     GET    /sessions                              {"sessions": [ID], "finished": [ID]}: returns open and finished sessions
     GET    /sessions/ID                           returns numbers of the open session so far
@@ -46,7 +46,13 @@ from glm5_jax.rl.rollouts.record_codec import digest_of, encode_records
 from glm5_jax.rl.rollouts.record_store import RecordStore
 from glm5_jax.rl.rollouts.router import NoRankError, RouterConfig, SessionRouter
 from glm5_jax.rl.rollouts.session_journal import JournalError, SessionJournal
-from glm5_jax.rl.rollouts.sessions import Session, SessionConfig, SessionError, TurnPlan
+from glm5_jax.rl.rollouts.sessions import (
+    Session,
+    SessionConfig,
+    SessionError,
+    SessionStart,
+    TurnPlan,
+)
 from glm5_jax.rl.trajectory import RecordSummary, summarize_records
 from glm5_jax.rl.types import WeightVersion
 from glm5_jax.runtime.folder_lock import FolderLock
@@ -65,7 +71,8 @@ class GatewayConfig(ListenConfig):
     """Options of the gateway. Raises ValueError for values out of range.
 
     Attributes:
-      temperature: temperature of all samples, which the learner must know; requests with another one are refused.
+      temperature: temperature of all samples, which the learner must know; requests with another one are refused. Only a
+        session whose samples are not trained on may begin with another one.
       max_tokens: maximum length of a reply, in tokens, if the request does not give one.
       reply_timeout_s: time limit of a reply from one engine, in seconds.
       max_tries: maximum number of engines that are asked for a reply.
@@ -152,15 +159,15 @@ class Gateway(HttpServer):
 
     def _restore_sessions(self, journal: SessionJournal) -> None:
         """Opens the sessions of an earlier process again."""
-        for name, session, rank in journal.read(self._make_session):
+        for name, start, session, rank in journal.read(self._make_session):
             if name in self._records:
                 journal.end(name)  # the last process was killed while it finished the session
             else:
-                self._sessions[name] = OpenSession(session)
+                self._sessions[name] = OpenSession(session, start)
                 self._engines.router.restore(name, rank)
 
-    def _make_session(self, seed: int) -> Session:
-        return Session(self._tokenizer, self.config.session, seed)
+    def _make_session(self, start: SessionStart) -> Session:
+        return Session(self._tokenizer, self.config.session, start.seed)
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {
@@ -228,14 +235,18 @@ class Gateway(HttpServer):
                 "overloaded",
             )
         self._engines.router.route(name)
-        seed = secrets.randbits(62) if body.seed is None else body.seed
+        start = SessionStart(
+            seed=secrets.randbits(62) if body.seed is None else body.seed,
+            temperature=self.config.temperature if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+        )
         if self._journal is not None:
             try:
-                self._journal.begin(name, seed)
+                self._journal.begin(name, start)
             except JournalError:
                 self._engines.router.release(name)
                 raise
-        self._sessions[name] = OpenSession(self._make_session(seed))
+        self._sessions[name] = OpenSession(self._make_session(start), start)
         return json_response({"id": name})
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -332,7 +343,7 @@ class Gateway(HttpServer):
             raise ApiError("the gateway is shutting down; use another gateway", 503, "unavailable")
         name, session = self._session_of(request)
         chat = await self.read_body(request, lambda body: decode(body, ChatCompletionRequest))
-        sampling = sampling_of(chat, self.config.temperature, self.config.max_tokens)
+        sampling = sampling_of(chat, session.start, self.config.max_tokens)
         options = tools_of(chat)
         refuse_constraints(chat, options)
         thinking, _ = thinking_of(chat)

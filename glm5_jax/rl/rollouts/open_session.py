@@ -5,7 +5,7 @@ import functools
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from glm5_jax.rl.rollouts.sessions import Session, TurnPlan
+from glm5_jax.rl.rollouts.sessions import Session, SessionStart, TurnPlan
 from glm5_jax.runtime.http_server import ApiError
 
 _T = TypeVar("_T")
@@ -16,14 +16,15 @@ class OpenSession:
 
     Attributes:
       session: turns of the session.
+      start: seed and distribution of its samples.
       is_ended: whether the session was ended while requests were running.
       cached_tokens, prompt_tokens: prompt tokens so far that engines read from a cache, and all prompt tokens.
       pending_plans: plans of the requests that are running.
       lock: held while the session changes, or while a plan reads it in another thread.
     """
 
-    def __init__(self, session: Session):
-        self.session, self.is_ended = session, False
+    def __init__(self, session: Session, start: SessionStart):
+        self.session, self.start, self.is_ended = session, start, False
         self.cached_tokens = self.prompt_tokens = 0
         self.pending_plans: list[TurnPlan] = []
         self.lock = asyncio.Lock()

@@ -78,7 +78,9 @@ class RolloutConfig:
 class Rollouts:
     """Sampler of rollouts from an engine in this process.
 
-    - temperature: temperature of the samples. top_p is 1, so that log-probs are those of the sampling distribution.
+    - temperature: temperature of the samples.
+    - top_p: probability mass of the tokens that are sampled; 1 for samples to train on, whose log-probs are then those of
+      the sampling distribution.
     - tools: answers tool calls; None: no task may have tools.
     - should_stop: returns whether a stop is requested, which ends the sampling.
     """
@@ -91,9 +93,12 @@ class Rollouts:
         temperature: float,
         tools: Tools | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        *,
+        top_p: float = 1.0,
     ):
         self._engine, self._tokenizer, self._config = engine, tokenizer, config
-        self._temperature, self._tools, self._should_stop = temperature, tools, should_stop
+        self._temperature, self._top_p = temperature, top_p
+        self._tools, self._should_stop = tools, should_stop
 
     def sample(
         self,
@@ -156,6 +161,7 @@ class Rollouts:
                 Sampling(
                     max_tokens=min(room, self._config.max_tokens),
                     temperature=self._temperature,
+                    top_p=self._top_p,
                     seed=episode.reply_seed(),
                 )
             )

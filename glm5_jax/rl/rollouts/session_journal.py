@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from glm5_jax.metrics.jsonl import append_lines, read_complete_lines
-from glm5_jax.rl.rollouts.sessions import Session, SessionError, Turn
+from glm5_jax.rl.rollouts.sessions import Session, SessionError, SessionStart, Turn
 from glm5_jax.rl.types import WeightVersion, check_lease
 
 _WEIGHTS = "weights.json"  # not the name of a session's file, which ends in .jsonl
@@ -26,7 +26,7 @@ class JournalError(Exception):
 class SessionJournal:
     """Folder with a file for each open session, and one for the weights that engines must have.
 
-    The first line of a session's file has the seed. Each further line has a turn and its rank. A change that cannot be
+    The first line of a session's file has its `SessionStart`. Each further line has a turn and its rank. A change that cannot be
     written raises JournalError and leaves the file unchanged. A file that cannot be read is renamed, with a warning.
 
     folder: created if it does not exist; only one gateway at a time may write it.
@@ -37,12 +37,12 @@ class SessionJournal:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(
-        self, make_session: Callable[[int], Session]
-    ) -> Iterator[tuple[str, Session, str | None]]:
-        """Yields (id, session, rank of its last turn or None) of each session.
+        self, make_session: Callable[[SessionStart], Session]
+    ) -> Iterator[tuple[str, SessionStart, Session, str | None]]:
+        """Yields (id, start, session, rank of its last turn or None) of each session.
 
         An incomplete last line is ignored, because its reply was never sent. make_session: returns a session without
-        turns, from its seed.
+        turns.
         """
         for path in sorted(self._folder.glob("*.jsonl")):
             try:
@@ -51,7 +51,8 @@ class SessionJournal:
                     path.unlink()
                     continue
                 first, *turns = map(json.loads, lines)
-                session, rank = make_session(first["seed"]), None
+                start = _start_from_json(first)
+                session, rank = make_session(start), None
                 for body in turns:
                     rank = body["rank"]
                     session.add(_turn_from_json(body))
@@ -60,7 +61,7 @@ class SessionJournal:
             except _READ_ERRORS as error:
                 _set_aside(path, error)
             else:
-                yield path.stem, session, rank
+                yield path.stem, start, session, rank
 
     def read_weights(self) -> WeightVersion | None:
         """Returns the weights that were required last; None if there are none.
@@ -88,9 +89,9 @@ class SessionJournal:
         except OSError as error:
             raise to_journal_error(error) from error
 
-    def begin(self, name: str, seed: int) -> None:
+    def begin(self, name: str, start: SessionStart) -> None:
         """Stores a new session. Raises JournalError."""
-        self._append(name, {"seed": seed})
+        self._append(name, dataclasses.asdict(start))
 
     def add(self, name: str, turn: Turn, rank: str | None) -> None:
         """Stores a turn of a session. Raises JournalError."""
@@ -139,6 +140,16 @@ def to_journal_error(error: OSError) -> JournalError:
     return JournalError(
         f"the gateway's journal cannot be written ({error}), so nothing was changed; make room for it and ask again"
     )
+
+
+def _start_from_json(body: Mapping[str, Any]) -> SessionStart:
+    """Raises TypeError or ValueError unless the numbers are such as a gateway writes."""
+    start = SessionStart(**body)
+    if type(start.seed) is not int:
+        raise TypeError(f"seed is {start.seed!r:.60}; it must be an integer")
+    if not (0 <= start.temperature <= 100 and 0 < start.top_p <= 1):
+        raise ValueError(f"temperature is {start.temperature!r:.60} and top_p {start.top_p!r:.60}")
+    return start
 
 
 def _turn_from_json(body: Mapping[str, Any]) -> Turn:

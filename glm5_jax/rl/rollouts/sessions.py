@@ -70,6 +70,15 @@ class SessionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionStart:
+    """Seed, temperature and top_p of the samples of a session."""
+
+    seed: int
+    temperature: float
+    top_p: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
     """Reply of a session, with the new messages before it.
 

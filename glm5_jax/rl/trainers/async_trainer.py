@@ -76,7 +76,9 @@ class GroupSource(Protocol):
 
     def push(self, version: int, checksum: str | None) -> None: ...
 
-    def evaluate(self, count: int, *, wait_s: float) -> dict[str, dict] | None: ...
+    def evaluate(
+        self, count: int, *, group: int, temperature: float, top_p: float, wait_s: float
+    ) -> dict[str, dict] | None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,14 +292,13 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
             self._should_reset_moments = self.config.reset_optimizer
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
-        count = self.config.evaluation.tasks
-        if not count:
+        if not self.config.evaluation.tasks:
             return None
 
         def evaluate(state, done):
             del state, done  # the engines have these weights, or those of the last push
             with _as_training_stopped(), self._batches.idle():
-                results = self._evaluate_until_stop(count)
+                results = self._evaluate_until_stop()
             rewards = {task: result["reward"] for task, result in results.items()}
             rewards = {task: reward for task, reward in rewards.items() if reward is not None}
             if not rewards:
@@ -307,12 +308,21 @@ class AsyncRlTrainer(Stage[AsyncRlConfig]):
 
         return evaluate
 
-    def _evaluate_until_stop(self, count: int) -> Mapping[str, dict]:
+    def _evaluate_until_stop(self) -> Mapping[str, dict]:
         """Returns the orchestrator's evaluation; empty if a stop is requested before its end."""
-        while (results := self._orchestrator.evaluate(count, wait_s=STOP_POLL_INTERVAL_S)) is None:
+        config = self.config.evaluation
+        while True:
+            results = self._orchestrator.evaluate(
+                config.tasks,
+                group=config.group,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                wait_s=STOP_POLL_INTERVAL_S,
+            )
+            if results is not None:
+                return results
             if self._batches.should_stop():
                 return {}
-        return results
 
 
 class OrchestratorBatches:
@@ -471,8 +481,14 @@ class FirstProcessClient:
     def push(self, version: int, checksum: str | None) -> None:
         self._run_on_first(lambda: self._orchestrator.push(version, checksum))
 
-    def evaluate(self, count: int, *, wait_s: float) -> dict[str, dict] | None:
-        return self._run_on_first(lambda: self._orchestrator.evaluate(count, wait_s=wait_s))
+    def evaluate(
+        self, count: int, *, group: int, temperature: float, top_p: float, wait_s: float
+    ) -> dict[str, dict] | None:
+        return self._run_on_first(
+            lambda: self._orchestrator.evaluate(
+                count, group=group, temperature=temperature, top_p=top_p, wait_s=wait_s
+            )
+        )
 
     def _run_on_first(
         self,

@@ -63,12 +63,20 @@ class InProcessOrchestrator:
     def push(self, version: int, checksum: str | None = None) -> None:
         self.buffer.push(version, checksum)
 
-    def evaluate(self, count: int, *, wait_s: float | None = None) -> dict[str, dict[str, Any]]:
+    def evaluate(
+        self,
+        count: int,
+        *,
+        group: int,
+        temperature: float,
+        top_p: float,
+        wait_s: float | None = None,
+    ) -> dict[str, dict[str, Any]]:
         del wait_s  # it evaluates here
-        results, config = {}, self._config.evaluation
-        rollouts = self._rollouts(config.temperature)
+        results = {}
+        rollouts = self._rollouts(temperature, top_p)
         for kind, tasks in self._suite.held_out.items():
-            groups = rollouts.sample(tasks[:count], 0, group=config.group)
+            groups = rollouts.sample(tasks[:count], 0, group=group)
             run_sync(judge(groups, self._suite, self._config.reward_concurrency))
             results[kind] = {"reward": mean_reward(groups), "count": len(groups), "failed": 0}
         return results
@@ -81,9 +89,9 @@ class InProcessOrchestrator:
         run_sync(judge(groups, self._suite, config.reward_concurrency))
         return groups
 
-    def _rollouts(self, temperature: float) -> Rollouts:
+    def _rollouts(self, temperature: float, top_p: float = 1.0) -> Rollouts:
         options = self._config.rollout, temperature, self._suite.tools
-        return Rollouts(self.pusher.engine, self._tokenizer, *options)
+        return Rollouts(self.pusher.engine, self._tokenizer, *options, top_p=top_p)
 
     def _sample(self, tasks: Sequence[Task], tickets: Sequence[GroupTicket]) -> None:
         """Samples the tasks and fills the buffer. Seeds follow from the order, so every ticket must be a new one."""

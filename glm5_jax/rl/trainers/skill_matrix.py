@@ -76,7 +76,12 @@ def evaluate_skills(
             else:
                 engine.update_weights(glm5.params_of(model), number)
             rollouts = Rollouts(
-                engine, tokenizer, config.rollout, config.evaluation.temperature, suite.tools
+                engine,
+                tokenizer,
+                config.rollout,
+                config.evaluation.temperature,
+                suite.tools,
+                top_p=config.evaluation.top_p,
             )
             for i, (skill, tasks) in enumerate(skills.items()):
                 bar.update(number * len(skills) + i, f"{skill} after {stage}")

@@ -177,12 +177,13 @@ class SyncRlTrainer(Stage[RlConfig]):
         self._pusher = ReshardPusher([self._engine])
         self._pusher.push(params, self._done)
         self._rollout_source.rollouts = self._make_rollouts(config.policy.temperature)
-        self._eval_rollouts = self._make_rollouts(config.evaluation.temperature)
+        evaluation = config.evaluation
+        self._eval_rollouts = self._make_rollouts(evaluation.temperature, evaluation.top_p)
 
-    def _make_rollouts(self, temperature: float) -> Rollouts:
+    def _make_rollouts(self, temperature: float, top_p: float = 1.0) -> Rollouts:
         """Returns the sampler from the engine, which a requested stop ends."""
         stop, options = self._stop, (self.tokenizer, self.config.rollout, temperature)
-        return Rollouts(self._engine, *options, self.suite.tools, lambda: bool(stop))
+        return Rollouts(self._engine, *options, self.suite.tools, lambda: bool(stop), top_p=top_p)
 
     def _train(self, stop: PreemptionGuard) -> None:
         self._stop = stop
