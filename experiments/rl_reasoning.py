@@ -396,7 +396,7 @@ def addition() -> ReasoningConfig:
         ),
         tokenizer="bytes",
         requires_checkpoint=False,
-        optimizer=OptimizerConfig(weight_decay=0.0, ns_dtype="float32"),
+        optimizer=OptimizerConfig(weight_decay=0.0, ns_dtype="float32", lm_head="adamw"),
         schedule=ScheduleConfig(
             kind="linear", peak=5e-3, end=5e-4, warmup_steps=10, total_steps=700
         ),

@@ -66,7 +66,9 @@ def tiny() -> ExperimentConfig:
             held_out_fraction=0.1,
         ),
         batch=BatchRampConfig(start=1024, end=1024, ramp_tokens=0, multiple=1024),
-        optimizer=OptimizerConfig(ns_dtype="float32"),  # bfloat16 products are emulated on CPU
+        optimizer=OptimizerConfig(
+            ns_dtype="float32", lm_head="adamw"
+        ),  # bfloat16 products are emulated on CPU
         schedule=ScheduleConfig(peak=5e-3, end=1e-4, warmup_steps=20, total_steps=300),
         step=StepConfig(remat="none"),
         train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=100, keep=1),

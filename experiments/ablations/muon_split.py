@@ -84,7 +84,9 @@ def tiny() -> ExperimentConfig:
         model=model,
         data=DataConfig(sequence_length=128),
         batch=BatchRampConfig(start=1024, end=1024, ramp_tokens=0, multiple=1024),
-        optimizer=OptimizerConfig(ns_dtype="float32"),  # bfloat16 products are emulated on CPU
+        optimizer=OptimizerConfig(
+            ns_dtype="float32", lm_head="adamw"
+        ),  # bfloat16 products are emulated on CPU
         schedule=ScheduleConfig(peak=1e-2, end=5e-4, warmup_steps=25, total_steps=250),
         step=StepConfig(remat="none"),
         train=TrainConfig(eval_interval=25, sample_interval=0, save_interval=0, eval_batches=4),

@@ -111,7 +111,7 @@ def stage(
             held_out_fraction=0.0,
         ),
         batch=BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens),
-        optimizer=OptimizerConfig(ns_dtype="float32"),
+        optimizer=OptimizerConfig(ns_dtype="float32", lm_head="adamw"),
         schedule=ScheduleConfig(kind="constant", peak=peak, warmup_steps=20, total_steps=steps),
         step=StepConfig(mtp_steps=0, remat="none"),
         train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=steps, keep=1),

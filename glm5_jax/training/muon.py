@@ -16,6 +16,8 @@ Newton-Schulz needs full matrices. On a mesh:
   summed over devices.
 - A large mesh has more devices than most weights have blocks. Blocks of several weights then go to
   different devices and are iterated on together, not one weight after the other.
+- A block that is too large for one owner, such as the LM head, stays divided by its longer side. All devices
+  iterate on their parts and sum the products X X^T.
 """
 
 import collections
@@ -41,6 +43,8 @@ from glm5_jax.parallel.sharding import spec_of
 # The only matrices that paper 2.1 names, and their counterparts in grouped-query attention.
 SPLIT_BY_HEAD = re.compile(r"attn/(q_b|k_b|v_b|q|k|v)$")
 MAX_ELEMENTS = 1 << 26  # maximum elements that one device iterates on at a time; bounds the memory
+# Maximum elements of a block with one owner. One v5p would iterate 0.26 s on GLM-5's LM head [6144, 154880].
+MAX_OWNED_ELEMENTS = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,10 @@ def layout_of(path: str, letters: str, split: str = "head") -> BlockLayout:
 
 @jax.named_scope("newton_schulz")
 def newton_schulz(
-    x: Float[Array, "b r c"], coefficients: tuple[float, float, float], steps: int
+    x: Float[Array, "b r c"],
+    coefficients: tuple[float, float, float],
+    steps: int,
+    axes: tuple[str, ...] = (),
 ) -> Float[Array, "b r c"]:
     """Orthogonalises every matrix of x: same singular vectors, singular values near 1.
 
@@ -115,20 +122,22 @@ def newton_schulz(
     - Products are taken in the dtype of x and summed in float32.
     - Matrices of zeros stay zero.
     - A loop processes at most MAX_ELEMENTS at a time.
+
+    axes: mesh axes over which the columns are divided; call it inside a manual region over them.
     """
     num, rows, columns = x.shape
-    if rows > columns:
+    if rows > columns and not axes:
         return newton_schulz(x.swapaxes(1, 2), coefficients, steps).swapaxes(1, 2)
     chunks = min(num, -(-x.size // MAX_ELEMENTS))
     if chunks > 1:
         size = -(-num // chunks)
         looped = num - num % size
         parts = x[:looped].reshape(-1, size, rows, columns)
-        parts = lax.map(lambda part: newton_schulz(part, coefficients, steps), parts)
+        parts = lax.map(lambda part: newton_schulz(part, coefficients, steps, axes), parts)
         parts = parts.reshape(-1, rows, columns)
         if looped == num:
             return parts
-        return jnp.concatenate([parts, newton_schulz(x[looped:], coefficients, steps)])
+        return jnp.concatenate([parts, newton_schulz(x[looped:], coefficients, steps, axes)])
 
     a, b, c = coefficients
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -136,14 +145,17 @@ def newton_schulz(
     def product(spec, y, z):
         return jnp.einsum(spec, y, z, preferred_element_type=wide)
 
+    def total(y):
+        return lax.psum(y, axes) if axes else y
+
     def step(_, y):
-        gram = product("brc,bsc->brs", y, y)
+        gram = total(product("brc,bsc->brs", y, y))
         half = gram.astype(x.dtype)
         poly = b * gram + c * product("brs,bst->brt", half, half)
         correction = product("brs,bsc->brc", poly.astype(x.dtype), y)
         return (a * y.astype(wide) + correction).astype(x.dtype)
 
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(wide)), axis=(1, 2), keepdims=True))
+    norm = jnp.sqrt(total(jnp.sum(jnp.square(x.astype(wide)), axis=(1, 2), keepdims=True)))
     return lax.fori_loop(0, steps, step, (x / jnp.maximum(norm, 1e-12)).astype(x.dtype))
 
 
@@ -314,6 +326,37 @@ def apply_to_gathered_blocks(
     return out
 
 
+def apply_to_divided_blocks(
+    function: Callable, pieces: dict[BlockPlacement, Array], region: Region
+) -> dict[BlockPlacement, Array]:
+    """Applies function([k, r, c], axes) -> [k, r, c] to blocks that stay divided by their longer side over these mesh axes.
+
+    Every device gathers the shorter side of its pieces, as rows. Devices whose pieces differ in the shorter side only, and
+    devices with copies, compute the same.
+    """
+    out = {}
+    for placement, y in pieces.items():
+        height, width = placement.block_size(region)
+        rows = range(placement.num_rows)
+        columns = range(placement.num_rows, len(placement.piece))
+        shorter, longer = (rows, columns) if height <= width else (columns, rows)
+        for dim in shorter:
+            y = region.all_gather(y, placement.shard_axes[dim], dim + 1)
+        joined = y.shape
+        y = y.reshape(len(y), math.prod(joined[1 : placement.num_rows + 1]), -1)
+        axes = tuple(a for a in AXES if any(a in placement.shard_axes[dim] for dim in longer))
+        if height <= width:
+            y = function(y, axes)
+        else:
+            y = function(y.swapaxes(1, 2), axes).swapaxes(1, 2)
+        y = y.reshape(joined)
+        for dim in shorter:
+            size, names = placement.piece[dim], placement.shard_axes[dim]
+            y = lax.dynamic_slice_in_dim(y, region.index(names) * size, size, dim + 1)
+        out[placement] = y
+    return out
+
+
 def orthogonalize(
     letters: PyTree,
     *,
@@ -324,6 +367,7 @@ def orthogonalize(
     dtype: str = "bfloat16",
     rms: float = 0.2,
     blocks: str = "owned",
+    max_owned_elements: int = MAX_OWNED_ELEMENTS,
 ) -> optax.GradientTransformation:
     """Returns a stateless transformation that replaces every block by rms sqrt(max(r, c)) newton_schulz(block).
 
@@ -334,6 +378,7 @@ def orthogonalize(
       dtype: dtype of the exchange between devices and of Newton-Schulz. The result has the dtype of the
         update.
       blocks: blocks that a device iterates on: "owned", or "everywhere", all of which it holds a part.
+      max_owned_elements: maximum elements of a block with one owner; devices iterate on larger ones together.
     """
     letters = tree.flatten(letters)
 
@@ -346,8 +391,8 @@ def orthogonalize(
         sizes = {a: getattr(region, a) for a in AXES}
         exchange = {"owned": apply_to_owned_blocks, "everywhere": apply_to_gathered_blocks}[blocks]
 
-        def iterate(x):
-            return newton_schulz(x, coefficients, steps)
+        def iterate(x, axes=()):
+            return newton_schulz(x, coefficients, steps, axes)
 
         specs = {path: spec_of(letters[path], x.shape, sizes) for path, x in flat.items()}
         scales = {p: rms * math.sqrt(max(layouts[p].size(x.shape))) for p, x in flat.items()}
@@ -362,7 +407,14 @@ def orthogonalize(
                 placement: jnp.concatenate([pieces[p] for p in paths])
                 for placement, paths in groups.items()
             }
+            divided = {
+                placement: joined.pop(placement)
+                for placement in list(joined)
+                if blocks == "owned"
+                and math.prod(placement.block_size(region)) > max_owned_elements
+            }
             results = exchange(iterate, joined, region)
+            results |= apply_to_divided_blocks(iterate, divided, region)
             out = {}
             for placement, paths in groups.items():
                 ends = np.cumsum([len(pieces[p]) for p in paths])[:-1]

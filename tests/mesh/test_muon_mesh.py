@@ -47,8 +47,13 @@ def random_tree(shapes, seed=0):
     return jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32), shapes)
 
 
-def orthogonalize(mesh=None, blocks="owned"):
-    tx = muon.orthogonalize(LETTERS, mesh=mesh, dtype="float32", blocks=blocks)
+def orthogonalize(mesh=None, mode="owned", letters=LETTERS):
+    """Returns the function of updates.
+
+    mode: "owned" or "everywhere", as `blocks` of `muon.orthogonalize`; "divided": no block is small enough for one owner.
+    """
+    options = {"max_owned_elements": 0} if mode == "divided" else {"blocks": mode}
+    tx = muon.orthogonalize(letters, mesh=mesh, dtype="float32", **options)
     return lambda updates: tx.update(updates, optax.EmptyState())[0]
 
 
@@ -89,6 +94,31 @@ def test_muon_on_mesh_equals_one_device(axes):
     got = tree.flatten(on_mesh(as_key(axes))[1])
     for path, want in tree.flatten(one_device_update()).items():
         np.testing.assert_allclose(got[path], want, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_divided_blocks_equal_one_device(axes):
+    mesh = make_mesh(axes)
+    shardings = cases.shardings_of(LETTERS, SHAPES, mesh)
+    update = jax.jit(orthogonalize(mesh, "divided"), out_shardings=shardings)
+    got = tree.flatten(update(jax.device_put(random_tree(SHAPES), shardings)))
+    for path, want in tree.flatten(one_device_update()).items():
+        np.testing.assert_allclose(got[path], want, atol=1e-5, err_msg=path)
+
+
+def test_divided_head_exchanges_only_its_shorter_side():
+    """The head [128, 2048] is divided 2 x 4; only the products [128, 128] and the norm are summed."""
+    mesh, cfg = make_mesh(fsdp=2, expert=4), presets.tiny()
+    letters = select(glm5.axis_letters(cfg), "^lm_head/")
+    shapes = select(glm5.abstract_params(cfg), "^lm_head/")
+    shardings = cases.shardings_of(letters, shapes, mesh)
+    jitted = jax.jit(orthogonalize(mesh, "divided", letters), out_shardings=shardings)
+    text = jitted.lower(jax.device_put(random_tree(shapes), shardings)).compile().as_text()
+    sums = re.findall(r"= (\S+?)(?:\{\S*)? all-reduce(?:-start)?\(", text)
+    gathers = re.findall(r"= (\S+?)(?:\{\S*)? all-gather(?:-start)?\(", text)
+    vocabulary = cfg.vocab_size
+    assert set(sums) == {"f32[1,1,1]", "f32[1,128,128]"} and "all-to-all" not in text
+    assert gathers and all(str(vocabulary) not in gathered for gathered in gathers)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)

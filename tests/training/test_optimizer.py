@@ -79,8 +79,8 @@ def test_groups_weights_by_pattern():
     gdn = "attn/q attn/k attn/v attn/o gdn/a gdn/b gdn/gate"
     for cfg, group, folder, names in (
         (tiny, "muon", "moe_layers/", mla),
-        (tiny, "muon", "", "mtp/eh_proj dense_layers/mlp/down"),
-        (tiny, "adamw", "", "embed/weight lm_head/weight final_norm mtp/enorm"),
+        (tiny, "muon", "", "mtp/eh_proj dense_layers/mlp/down lm_head/weight"),
+        (tiny, "adamw", "", "embed/weight final_norm mtp/enorm"),
         (tiny, "adamw", "moe_layers/attn/", "q_a_norm"),
         (tiny, "indexer", "mtp/block/indexer/", "weights"),
         (biased, "adamw", "moe_layers/attn/", "q_a_bias o_bias"),
@@ -96,10 +96,12 @@ def test_groups_weights_by_pattern():
                 layout_of(path, tree.flatten(letters)[path])
 
 
-def test_gives_lm_head_to_muon_on_request():
+def test_gives_lm_head_to_muon_unless_told_otherwise():
     letters = glm5.axis_letters(presets.tiny())
-    groups = tree.flatten(groups_of(OptimizerConfig(lm_head="muon"), letters))
+    groups = tree.flatten(groups_of(OptimizerConfig(), letters))
     assert groups["lm_head/weight"] == "muon" and groups["embed/weight"] == "adamw"
+    groups = tree.flatten(groups_of(OptimizerConfig(lm_head="adamw"), letters))
+    assert groups["lm_head/weight"] == "adamw"
     with pytest.raises(ValueError, match="lm_head is 'sgd'; use 'muon' or 'adamw'"):
         make_optimizer(OptimizerConfig(lm_head="sgd"), letters)
 
