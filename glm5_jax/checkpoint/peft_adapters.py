@@ -13,9 +13,12 @@ routed experts of older files.
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import pathlib
+import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +54,14 @@ _REQUIRED = {
     # Others change the base model's weights too, so that the adapter is not of the model that is given.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+# Options of PEFT that are read here, or say where an adapter is from and how it was trained.
+_KNOWN = _REQUIRED.keys() | set(
+    "r lora_alpha use_rslora target_modules target_parameters exclude_modules layers_pattern task_type inference_mode "
+    "base_model_name_or_path revision auto_mapping peft_version lora_dropout megatron_config megatron_core "
+    "ensure_weight_tying qalora_group_size eva_config loftq_config runtime_config".split()
+)
+_MAX_RANK = 1 << 20  # above the width of any model
+_log = logging.getLogger(__name__)
 
 
 def adapter_leaves(params: PyTree) -> dict[str, Any]:
@@ -222,21 +233,38 @@ def _read_config(file: pathlib.Path) -> tuple[int, float]:
             raise ValueError(
                 f"{file}: {name} is {value!r}, and this model computes with {values[0]!r} only; train the adapter so"
             )
+    others = {name: content[name] for name in content if name not in _KNOWN and content[name]}
+    for name, value in others.items():
+        _log.warning(
+            "%s: %s is %s, an option that is not known here and is ignored",
+            file,
+            name,
+            reprlib.repr(value),
+        )
     rank, alpha = content.get("r"), content.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"{file}: r is {rank!r}; it must be a positive integer")
-    if not isinstance(alpha, int | float) or alpha is True or not 0 < alpha < math.inf:
-        raise ValueError(f"{file}: lora_alpha is {alpha!r}; it must be a positive number")
+    if type(rank) is not int or not 1 <= rank <= _MAX_RANK:
+        shown = reprlib.repr(rank)
+        raise ValueError(f"{file}: r is {shown}; it must be an integer from 1 to {_MAX_RANK}")
+    if type(alpha) not in (int, float) or not 0 < alpha <= sys.float_info.max:
+        shown = reprlib.repr(alpha)
+        raise ValueError(f"{file}: lora_alpha is {shown}; it must be a positive number")
+    is_stabilised = content.get("use_rslora")
+    if not isinstance(is_stabilised, bool | None):
+        raise ValueError(f"{file}: use_rslora is {is_stabilised!r}; it must be true or false")
     # Rank-stabilised adapters have the scale alpha / sqrt(r).
-    return rank, float(alpha) * (math.sqrt(rank) if content.get("use_rslora") else 1.0)
+    return rank, float(alpha) * (math.sqrt(rank) if is_stabilised else 1.0)
 
 
 def _read_tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns the tensors of a file by their names without PEFT's prefix."""
     try:
         with safetensors.safe_open(file, "flax") as opened:
-            names = list(opened.keys())
-            return {n.removeprefix(_PREFIX): np.asarray(opened.get_tensor(n)) for n in names}
+            names = {name: name.removeprefix(_PREFIX) for name in opened.keys()}
+            if twice := sorted(name for name, short in names.items() if name != short in names):
+                raise ValueError(
+                    f"{file} holds {twice[0]} twice, with and without {_PREFIX}; save the adapter again"
+                )
+            return {short: np.asarray(opened.get_tensor(name)) for name, short in names.items()}
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
 

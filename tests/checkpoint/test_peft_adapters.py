@@ -144,7 +144,11 @@ def copy_of_golden(tmp_path, **options):
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"rank_pattern": {"q_a_proj": 8}}, "rank_pattern is"),
         ({"r": 0}, "r is 0"),
+        ({"r": 10**400}, "r is 1000.*; it must be an integer from 1 to"),
         ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"lora_alpha": True}, "lora_alpha is True"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*; it must be a positive number"),
+        ({"use_rslora": "false"}, "use_rslora is 'false'; it must be true or false"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"lora_bias": True}, "lora_bias is True"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
@@ -154,6 +158,22 @@ def copy_of_golden(tmp_path, **options):
 def test_rejects_other_adapters(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         load_adapter(copy_of_golden(tmp_path, **options), base().cfg)
+
+
+def test_warns_of_options_that_are_not_known(tmp_path, caplog):
+    folder = copy_of_golden(tmp_path, use_newlora=True, newlora_config=None)
+    load_adapter(folder, base().cfg)
+    assert "use_newlora is True, an option that is not known" in caplog.text
+    assert "newlora_config" not in caplog.text
+
+
+def test_rejects_tensor_that_is_stored_twice(tmp_path):
+    folder = copy_of_golden(tmp_path)
+    tensors = load_file(ADAPTER / WEIGHTS)
+    name = sorted(tensors)[0]
+    save_file(tensors | {name.removeprefix("base_model.model."): tensors[name]}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match="twice, with and without base_model.model."):
+        load_adapter(folder, base().cfg)
 
 
 def test_rejects_missing_and_unknown_tensors(tmp_path):
