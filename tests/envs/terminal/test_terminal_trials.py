@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from glm5_jax.envs.terminal import Nop, Oracle, TrialRunner, load_task
+from glm5_jax.envs.terminal import Nop, Oracle, TrialRunner, load_task, trial
+from glm5_jax.envs.terminal.grading import Grader, Verdict
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import (
     ORDINARY,
@@ -249,9 +250,9 @@ def tasks(tmp_path_factory):
     }
 
 
-async def all_results(tasks, attempts):
-    """Returns the results of attempts {name: (task, agent)}, three at a time."""
-    places = asyncio.Semaphore(3)
+async def all_results(tasks, attempts, concurrency=3):
+    """Returns the results of attempts {name: (task, agent)}. concurrency: attempts at a time."""
+    places = asyncio.Semaphore(concurrency)
 
     async def one(trials, task, agent):
         async with places:
@@ -280,6 +281,40 @@ def check_solutions(tasks, names):
     assert {key: (r.reward, r.error) for key, r in results.items()} == {
         key: (float(key[0] == "oracle"), None) for key in attempts
     }
+
+
+@pytest.mark.slow
+def test_at_most_sixteen_submissions_are_on_disk(tasks, monkeypatch):
+    """Work folders of up to 512 MiB wait on disk for their graders, so their number is limited."""
+    ended = stored = most = 0
+    collect = trial.collect
+
+    class Ending(Nop):
+        async def run(self, task, shell):
+            nonlocal ended
+            ended += 1
+            return await super().run(task, shell)
+
+    async def counting(*args):
+        nonlocal stored, most
+        stored += 1
+        most = max(most, stored)
+        return await collect(*args)
+
+    async def grade(grader, task, image, submission):
+        nonlocal stored
+        while ended < 18:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # in which the last two are stored if nothing limits them
+        stored -= 1
+        return Verdict(reward=0.0)
+
+    monkeypatch.setattr(trial, "collect", counting)
+    monkeypatch.setattr(Grader, "__call__", grade)
+    attempts = {number: ("hello-file", Ending()) for number in range(18)}
+    results = run(all_results(tasks, attempts, concurrency=18))
+    assert most == 16
+    assert [result.reward for result in results.values()] == [0.0] * 18, results
 
 
 @pytest.fixture(scope="module")
