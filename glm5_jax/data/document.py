@@ -10,6 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 PASSAGE_LENGTH = 4096  # characters
+# First bytes of compressed files, and the programs that unpack them.
+_COMPRESSED = {
+    b"\x1f\x8b": "gunzip",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\xfd7zXZ\x00": "unxz",
+    b"BZh91AY&SY": "bunzip2",
+}
 Item = TypeVar("Item", covariant=True)
 
 
@@ -135,12 +142,18 @@ class AsTexts:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Reads the text of a file. Raises ValueError with the position of bytes that are not UTF-8."""
-    return decode(path.read_bytes(), path)
+    """Reads the text of a file, without a byte order mark. Raises ValueError as `decode`."""
+    return decode(path.read_bytes(), path).removeprefix("\ufeff")
 
 
 def decode(content: bytes, where: object) -> str:
-    """Decodes UTF-8 bytes. Raises ValueError with the position of bytes that are not UTF-8."""
+    """Decodes UTF-8 bytes.
+
+    Raises ValueError with the position of bytes that are not UTF-8, or with the program that unpacks compressed ones.
+    """
+    for magic, program in _COMPRESSED.items():
+        if content.startswith(magic):
+            raise ValueError(f"{where} is compressed; unpack the file with {program}")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,6 +1,9 @@
 """Tests that every kind of source reads its documents, and that errors name invalid input."""
 
+import bz2
+import gzip
 import json
+import lzma
 
 import pyarrow
 import pyarrow.parquet
@@ -156,6 +159,25 @@ BROKEN_LINES = [
     ('{"text": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
     ('{"text": ' + "[" * 100_000 + "}", "is not JSON: maximum recursion depth"),
 ]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+@pytest.mark.parametrize(
+    ("module", "program"),
+    [(gzip, "gunzip"), (bz2, "bunzip2"), (lzma, "unxz")],
+    ids=["gz", "bz2", "xz"],
+)
+def test_names_program_for_compressed_file(tmp_path, kind, module, program):
+    (tmp_path / "x").write_bytes(module.compress(b'{"text": "words"}\n'))
+    with pytest.raises(ValueError, match=f"compressed; unpack the file with {program}"):
+        open_source(SourceConfig(kind=kind, path=str(tmp_path / "x")))[0]
+
+
+@pytest.mark.parametrize("kind", ["text", "passages", "books"])
+def test_byte_order_mark_is_no_text(tmp_path, kind):
+    (tmp_path / "x.txt").write_text("words", "utf-8-sig")
+    [document] = open_source(SourceConfig(kind=kind, path=str(tmp_path / "x.txt")))
+    assert document == "words"
 
 
 def _lines(folder, *lines) -> SourceConfig:
