@@ -298,7 +298,7 @@ def _container(plan: run_plan.RunPlan, role: Role, words, values) -> dict[str, A
         else f"{coordinator},{role.hosts},\0JOB_COMPLETION_INDEX\0",
     }
     command = [
-        re.sub("\0(.*?)\0", r"$(\1)", text.replace("$(", "$$("))
+        re.sub("\0(.*?)\0", r"$(\1)", _escape_variables(text))
         for text in substitute_words(role.argv, own_words | words)
     ]
     kind = "google.com/tpu" if _is_tpu(values) else "nvidia.com/gpu"
@@ -313,7 +313,10 @@ def _container(plan: run_plan.RunPlan, role: Role, words, values) -> dict[str, A
         "env": [
             {"name": "ROLE_INDEX", "valueFrom": {"fieldRef": index}},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
-            *({"name": name, "value": value} for name, value in _role_env(role, values).items()),
+            *(
+                {"name": name, "value": _escape_variables(value)}
+                for name, value in _role_env(role, values).items()
+            ),
         ],
         "ports": [{"containerPort": role.port}] if role.serves else None,
         "resources": {"requests": resources, "limits": {kind: role.devices or None}},
@@ -323,6 +326,11 @@ def _container(plan: run_plan.RunPlan, role: Role, words, values) -> dict[str, A
         ],
         **_probes(role),
     }
+
+
+def _escape_variables(text: str) -> str:
+    """Returns a text that Kubernetes expands to this one: it replaces $(NAME), and $$ by $."""
+    return re.sub(r"\$(?=[$(\0])", "$$", text)
 
 
 def _role_env(role: Role, values: flags.FlagValues) -> dict[str, str]:

@@ -267,6 +267,10 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
             function = call["function"]
             if not (isinstance(function["name"], str) and function["name"]):
                 raise TypeError("it names no function")
+            if not isinstance(call.get("id"), str | None):
+                raise TypeError("its id is no text")
+            if call.get("type") not in ("function", None):
+                raise TypeError("it is no call of a function")
             calls.append(_call(function["name"], function.get("arguments") or "{}"))
     except (TypeError, KeyError, AttributeError):
         raise ServerError(f"the reply has invalid calls: {reply['tool_calls']!r:.200}") from None
@@ -277,12 +281,13 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
 def _make_sendable(sent: Mapping[str, Any], call: ToolCall) -> Mapping[str, Any]:
     """Returns a call of a reply in a form that servers accept in the next request.
 
-    They reject arguments that are not an object, except the text of a call that they could not parse. The result of the
-    call quotes the original text.
+    They reject fields that only some servers send, such as `index`. They reject arguments that are not an object, except
+    the text of a call that they could not parse. The result of the call quotes the original text.
     """
-    if call.problem is None or is_unparsed(call.text):
-        return sent
-    return {**sent, "function": {**sent["function"], "arguments": "{}"}}
+    is_accepted = call.problem is None or is_unparsed(call.text)
+    function = {"name": call.name, "arguments": call.text if is_accepted else "{}"}
+    id_ = {"id": sent["id"]} if sent.get("id") else {}
+    return {**id_, "type": "function", "function": function}
 
 
 def _call(name: str, arguments: str | Mapping) -> ToolCall:

@@ -83,7 +83,10 @@ class ChatWriter:
                 choice = await self.client.chat(messages, **self.fields)
                 if choice.get("finish_reason") != "stop":
                     raise ValueError(f"it ended by {choice.get('finish_reason')!r}")
-                return check_reply(read_json(choice["message"].get("content") or ""), schema)
+                content = choice["message"].get("content")
+                if not isinstance(content, str | None):  # such as a list of parts
+                    raise ValueError(f"its content is {content!r:.200}, which is no text")
+                return check_reply(read_json(content or ""), schema)
             except (ServerError, ValueError) as error:
                 problem = str(error)
         raise WriterError(f"no valid reply to {prompt.kind} in {self.attempts} attempts: {problem}")

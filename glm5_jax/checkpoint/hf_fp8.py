@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
-from glm5_jax.checkpoint.hf_names import StoredTensor
+from glm5_jax.checkpoint.hf_names import StoredTensor, check_scales
 
 SCALE = "_scale_inv"
 KIND = "F8_E4M3"  # safetensors' name of the dtype
@@ -130,12 +130,16 @@ def quantise(weight: np.ndarray, block: tuple[int, int] = BLOCK) -> tuple[np.nda
 class Blockwise:
     """Weight [... out in] in FP8 files; indexing with slices reads that part, dequantised.
 
+    Raises ValueError if a part has scales or numbers that are not finite, or negative scales.
+
     Attributes:
+      name: name of the weight, for errors.
       values, scale: stored tensors, which return arrays when indexed with slices.
       block: rows and columns of a block.
       kind, dtype: dtype that the numbers are rounded to, by safetensors' name and for NumPy.
     """
 
+    name: str
     values: StoredTensor
     scale: StoredTensor
     block: tuple[int, int]
@@ -151,9 +155,13 @@ class Blockwise:
         bounds = (slice(*s.indices(n)[:2]) for s, n in zip(index, self.shape, strict=True))
         *outer, rows, columns = bounds
         around = [slice(s.start // n, -(-s.stop // n)) for s, n in zip((rows, columns), self.block)]
-        scale = self.scale[(*outer, *around)].astype(np.float32)
+        scale = check_scales(self.name + SCALE, self.scale[(*outer, *around)].astype(np.float32))
         values = self.values[(*outer, rows, columns)].astype(np.float32)
-        return (values * _spread(scale, self.block, rows, columns)).astype(self.dtype)
+        with np.errstate(over="ignore"):
+            numbers = values * _spread(scale, self.block, rows, columns)
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{self.name} holds NaN or infinity; fetch the checkpoint again")
+        return numbers.astype(self.dtype)
 
 
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -186,6 +194,11 @@ def join_scales(stored: dict, block: tuple[int, int], dtype: str) -> tuple[dict,
             )
             continue
         out[name] = Blockwise(
-            values=values, scale=scale, block=block, kind=kind, dtype=jnp.dtype(dtype)
+            name=name,
+            values=values,
+            scale=scale,
+            block=block,
+            kind=kind,
+            dtype=jnp.dtype(dtype),
         )
     return out, problems

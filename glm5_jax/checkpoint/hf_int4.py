@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from glm5_jax.checkpoint.hf_names import StoredTensor
+from glm5_jax.checkpoint.hf_names import StoredTensor, check_scales
 from pallas_kernels.w4a8_matmul.quantize import round_w4
 
 _EXPERT = re.compile(
@@ -184,13 +184,17 @@ def _read_entries(stored, rows: slice, columns: slice, per: int) -> tuple[np.nda
 class PackedWeight:
     """Packed weight [out in] in files; indexing with slices reads that part in float32.
 
+    Raises ValueError if a part has scales that are negative or not finite.
+
     Attributes:
+      name: name of the weight, for errors.
       packed, scale: stored tensors.
       shape: shape of the weight, (out, in).
       kind: safetensors' name of the dtype that it is read as.
       dtype: the same as NumPy dtype.
     """
 
+    name: str
     packed: StoredTensor
     scale: StoredTensor
     shape: tuple[int, int]
@@ -202,6 +206,7 @@ class PackedWeight:
         group = self.shape[1] // self.scale.shape[1]
         q = read_integers(self.packed, rows, columns).astype(np.float32)
         scale, inside = _read_entries(self.scale, rows, columns, group)
+        check_scales(names_of(self.name)[1], scale)
         return q * np.repeat(scale.astype(np.float32), group, axis=1)[:, inside]
 
 
@@ -228,7 +233,7 @@ def join_packed(stored: dict) -> tuple[dict, list[str]]:
         if not all(kinds) or not _fit(packed.shape, scale.shape, size):
             shapes = ", ".join(f"{n} {p.kind}{list(p.shape)}" for n, p in zip(names, parts))
             problems.append(f"{shapes} are no weight of {list(size)}; fetch the checkpoint again")
-        out[weight] = PackedWeight(packed=packed, scale=scale, shape=size)
+        out[weight] = PackedWeight(name=weight, packed=packed, scale=scale, shape=size)
     return out, problems
 
 

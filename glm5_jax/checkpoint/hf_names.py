@@ -129,6 +129,16 @@ class StoredTensor(Protocol):
     def __getitem__(self, index: Any) -> np.ndarray: ...
 
 
+def check_scales(name: str, scale: np.ndarray) -> np.ndarray:
+    """Returns the scales of a quantised weight. Raises ValueError unless they are finite and not negative."""
+    numbers = scale.astype(np.float32)
+    if not (np.isfinite(numbers) & (numbers >= 0)).all():
+        raise ValueError(
+            f"{name} has scales that are negative or not finite; fetch the checkpoint again"
+        )
+    return scale
+
+
 @dataclasses.dataclass(frozen=True)
 class View:
     """Position of a leaf's numbers (or those of one layer or expert) in an HF tensor.

@@ -186,7 +186,9 @@ def tensor_readers(
 
         def channels(piece, ranges):
             view = hf_names.View(piece.view.dims[:1], tuple(f.letter for f in outputs))
-            return view.of(stored[piece.name + _SCALE][...].reshape(-1), ranges)
+            name = piece.name + _SCALE
+            scale = hf_names.check_scales(name, stored[name][...])
+            return view.of(scale.reshape(-1), ranges)
 
         scales = (*lead, *(f.size for f in outputs))
         return kind(
@@ -204,7 +206,8 @@ def tensor_readers(
         return _pack(hf_int4.read_integers(entries, columns, inputs).T, group=group)
 
     def factors(piece, ranges):
-        return stored[hf_int4.names_of(piece.name)[1]][tuple(reversed(ranges))].T
+        name = hf_int4.names_of(piece.name)[1]
+        return hf_names.check_scales(name, stored[name][tuple(reversed(ranges))]).T
 
     return kind(
         reader((*lead, inputs // 2, n), np.int8, integers),

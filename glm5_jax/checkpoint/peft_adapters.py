@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from jaxtyping import PyTree
@@ -245,7 +246,7 @@ def _read_config(file: pathlib.Path) -> tuple[int, float]:
     if type(rank) is not int or not 1 <= rank <= _MAX_RANK:
         shown = reprlib.repr(rank)
         raise ValueError(f"{file}: r is {shown}; it must be an integer from 1 to {_MAX_RANK}")
-    if type(alpha) not in (int, float) or not 0 < alpha <= sys.float_info.max:
+    if not isinstance(alpha, int | float) or alpha is True or not 0 < alpha <= sys.float_info.max:
         shown = reprlib.repr(alpha)
         raise ValueError(f"{file}: lora_alpha is {shown}; it must be a positive number")
     is_stabilised = content.get("use_rslora")
@@ -272,12 +273,17 @@ def _read_tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
 def _read_leaf(
     pieces: list[hf_names.Piece], shape: tuple[int, ...], stored: Mapping[str, np.ndarray]
 ) -> np.ndarray:
-    """Returns an adapter's array in float32. Raises ValueError for a tensor of another shape."""
+    """Returns an adapter's array in float32. Raises ValueError for a tensor of another shape, or of integers."""
     for piece in pieces:
         if (held := stored[piece.name].shape) != piece.view.shape:
             raise ValueError(
                 f"{_PREFIX}{piece.name} has shape {list(held)}, expected {list(piece.view.shape)}; the adapter is of "
                 "another model"
+            )
+        if not jnp.issubdtype(stored[piece.name].dtype, jnp.floating):
+            raise ValueError(
+                f"{_PREFIX}{piece.name} is {stored[piece.name].dtype.name}, which is no number of an adapter; save the "
+                "adapter in float32, float16 or bfloat16"
             )
         if not np.isfinite(stored[piece.name].astype(np.float32)).all():
             raise ValueError(

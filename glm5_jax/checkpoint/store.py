@@ -6,6 +6,7 @@ on disk, so a process killed during a save loses only that save. This is the onl
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import math
@@ -34,7 +35,9 @@ _FOLDER = "checkpoints"
 _STEP_NAME = re.compile(r"0|[1-9][0-9]*")
 _JOIN_TIMEOUT_S = 10.0  # for each thread that a failed save has left
 _MAX_REASON = 300  # characters
-_CHECKSUMS = "checksums"  # in the meta of a checkpoint
+# In the meta of a checkpoint.
+_CHECKSUMS = "checksums"  # of the arrays
+_DIGEST = "digest"  # of the data position and the rest of the meta
 _OVERHEAD_BYTES = 2**20  # per checkpoint in addition to the arrays: metadata, data position
 
 
@@ -105,11 +108,12 @@ class Store:
         step = int(state["step"])
         if step in self.steps:
             return
-        arrays = _parts(state)
+        arrays, positions = _parts(state), all_gather_objects(data)
+        meta = {**meta, "step": step, _CHECKSUMS: checksums(arrays)}
         parts = {
             **arrays,
-            "data": all_gather_objects(data),
-            "meta": {**meta, "step": step, _CHECKSUMS: checksums(arrays)},
+            "data": positions,
+            "meta": {**meta, _DIGEST: _digest(positions, meta)},
         }
         try:
             saved = self._orbax.save_checkpointables_async(step, parts, force=True)
@@ -152,6 +156,7 @@ class Store:
         check_shapes(wanted, stored, f"checkpoint {step}")
         with self._reading(step):
             loaded = self._orbax.load_checkpointables(step, wanted)
+            _check_digest(loaded["data"], loaded["meta"])
             saved = loaded["meta"].pop(
                 _CHECKSUMS, {}
             )  # a checkpoint of an earlier release has none
@@ -164,6 +169,7 @@ class Store:
             "step": jax.device_put(np.asarray(step, np.int32), abstract["step"].sharding),
             **loaded["rng"],
         }
+        loaded["meta"].pop(_DIGEST, None)
         return state, _join(loaded["data"]), loaded["meta"]
 
     @contextlib.contextmanager
@@ -244,12 +250,33 @@ def load_data(workdir: str | os.PathLike, step: int) -> dict:
     """
     folder = pathlib.Path(workdir) / _FOLDER / str(step)
     try:
-        return _join(_read_json(folder / "data"))
+        positions = _read_json(folder / "data")
+        _check_digest(positions, _read_meta(folder))
+        return _join(positions)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"checkpoint {folder} is damaged (its data position: {error}); move it to another folder, and the same "
             "command resumes from the previous one"
         ) from error
+
+
+def _digest(positions: Sequence[dict], meta: Mapping[str, Any]) -> str:
+    """Returns a digest of a data position and a meta, which is the same before and after they were JSON."""
+    value = json.loads(json.dumps([positions, meta]))
+    text = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _check_digest(positions: Sequence[dict], meta: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a data position and a meta have the digest in the meta; an older checkpoint has none."""
+    content = {name: value for name, value in meta.items() if name != _DIGEST}
+    if _DIGEST in meta and meta[_DIGEST] != _digest(positions, content):
+        raise ValueError("the data position or the counters are not those that were saved")
+
+
+def _read_meta(step: pathlib.Path) -> dict[str, Any]:
+    """Returns the meta in a step's folder; empty: it has none. Raises ValueError and OSError."""
+    return _read_json(step / "meta") if (step / "meta").is_dir() else {}
 
 
 def _read_json(folder: pathlib.Path) -> Any:
@@ -373,7 +400,7 @@ def open_arrays(path: str | os.PathLike, abstract: PyTree) -> StoredArrays:
 def _saved_checksums(step: pathlib.Path) -> dict[str, list[int]]:
     """Returns the checksums in the meta of a step's folder; an older checkpoint has none. Raises ValueError if it is damaged."""
     try:
-        return _read_json(step / "meta").get(_CHECKSUMS, {}) if (step / "meta").is_dir() else {}
+        return _read_meta(step).get(_CHECKSUMS, {})
     except (OSError, ValueError, AttributeError) as error:
         raise _damaged(step, error) from error
 

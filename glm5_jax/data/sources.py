@@ -245,6 +245,17 @@ def _read_parquet(path: pathlib.Path, field: str) -> "pyarrow.Table":
     return pyarrow.parquet.read_table(path, columns=[field])
 
 
+def _open_arrow(paths: Sequence[pathlib.Path], field: str) -> Columns:
+    """Opens arrow files. Raises ValueError if some are results of `map` or `filter`, which repeat the others' rows."""
+    copies = [path for path in paths if path.name.startswith("cache-")]
+    if 0 < len(copies) < len(paths):
+        raise ValueError(
+            f"{copies[0]} repeats rows of the other files, because datasets stores the results of map and filter there; "
+            "give a glob of either, such as data-*.arrow"
+        )
+    return Columns(paths, field, _read_arrow, "arrow")
+
+
 def _read_arrow(path: pathlib.Path, field: str) -> "pyarrow.Table":
     del field  # all columns are in each record
     import pyarrow
@@ -420,7 +431,7 @@ TEXT_KINDS: dict[str, Opener[str]] = {
     "passages": lambda paths, config: Passages(paths),
     "jsonl": lambda paths, config: JsonLines(paths, config.field),
     "parquet": lambda paths, config: Columns(paths, config.field, _read_parquet, "parquet"),
-    "arrow": lambda paths, config: Columns(paths, config.field, _read_arrow, "arrow"),
+    "arrow": lambda paths, config: _open_arrow(paths, config.field),
     "array_record": lambda paths, config: ArrayRecords(paths, config.field),
     "shakespeare": lambda paths, config: Passages(paths),
     "stdlib": lambda paths, config: TextFiles(paths),

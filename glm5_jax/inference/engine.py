@@ -16,6 +16,7 @@ import functools
 import heapq
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -522,6 +523,7 @@ class Engine:
         self._schedulers[live.dp_rank].update_from_output(work, ids)
         if not count:
             return
+        _check_numbers(logprobs)
         if isinstance(work, Decode) and self._shape.num_speculative_tokens:
             self.stats.accepted[count - 1] += 1
         if sampling.max_tokens == 0:
@@ -566,6 +568,14 @@ class Engine:
             scheduler.is_admitting = True
 
 
+def _check_numbers(logprobs: Iterable[float]) -> None:
+    """Raises ArithmeticError for a log-prob that is no number, because its token is as good as none."""
+    if any(map(math.isnan, logprobs)):
+        raise ArithmeticError(
+            "the model's log-probs are no numbers; its weights are damaged, or overflow in their dtype"
+        )
+
+
 def _append_prompt(
     handle: Handle, work: Prefill, scored: SampledTokens, row: int, version: int
 ) -> None:
@@ -575,5 +585,6 @@ def _append_prompt(
         return  # the sequence was preempted, and this part is computed again
     end = min(work.start + work.count, len(ids) - 1)
     for i, token in enumerate(ids[work.start + 1 : end + 1]):
+        _check_numbers(scored.logprobs[row, i : i + 1].tolist())
         top = scored.top_at(row, i, num_top)
         handle.prompt_tokens.append(Token(token, float(scored.logprobs[row, i]), version, top))

@@ -70,3 +70,24 @@ def test_blames_server_for_reply_that_is_no_text(field):
     choice["message"] |= {"reasoning_content": None, field: 5}
     with pytest.raises(ServerError, match="which is no text"):
         attempt(choice, "42")
+
+
+def test_leaves_out_fields_of_calls_that_only_some_servers_send():
+    """No server accepts them in the next request, and no counter of tokens."""
+    choice = calling(PRODUCT)
+    [call] = choice["message"]["tool_calls"]
+    call |= {"index": 3, "extra_content": {"google": {"thought_signature": "x"}}}
+    call["function"] |= {"parsed_arguments": {"expression": "6*7"}}
+    client, trace = attempt(choice, "42")
+    assert trace.attempt.reply == "42"
+    [sent] = client.requests[1][0][1]["tool_calls"]
+    assert sent.keys() == {"id", "type", "function"}
+    assert sent["function"].keys() == {"name", "arguments"}
+
+
+@pytest.mark.parametrize("fields", [{"id": 7}, {"id": {"a": 1}}, {"type": "custom"}, {"type": []}])
+def test_blames_server_for_call_that_no_chat_shows(fields):
+    choice = calling(PRODUCT)
+    choice["message"]["tool_calls"][0] |= fields
+    with pytest.raises(ServerError, match="the reply has invalid calls"):
+        attempt(choice, "42")

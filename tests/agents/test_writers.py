@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ PROMPT = WriterPrompt(kind="count", text="How many?", data={"n": 3})
 class ScriptedChat:
     """Chat API that gives prepared replies."""
 
-    def __init__(self, *replies: str, finish_reason: str = "stop"):
+    def __init__(self, *replies: Any, finish_reason: str = "stop"):
         self.replies, self.finish_reason = list(replies), finish_reason
         self.requests: list[list[dict]] = []
 
@@ -51,6 +52,11 @@ def test_raises_after_max_attempts():
         ask(ChatWriter(client=ScriptedChat("{}", "{}"), attempts=2))
     with pytest.raises(WriterError, match="it ended by 'length'"):
         ask(ChatWriter(client=ScriptedChat('{"n": 3}', finish_reason="length"), attempts=1))
+
+
+@pytest.mark.parametrize("content", [[{"type": "text", "text": '{"n": 3}'}], {"n": 3}, 3, True])
+def test_asks_again_after_content_that_is_no_text(content):
+    assert ask(ChatWriter(client=ScriptedChat(content, '{"n": 3}'))) == {"n": 3}
 
 
 def test_replays_recorded_replies(tmp_path):

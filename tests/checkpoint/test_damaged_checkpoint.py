@@ -108,6 +108,30 @@ def test_names_damaged_data_position(two, tmp_path):
         load_data(workdir, 20)
 
 
+@pytest.mark.parametrize(
+    ("file", "saved", "flipped"),
+    [("data", '"position": 20', '"position": 21'), ("meta", '"tokens": 64', '"tokens": 65')],
+)
+def test_notices_flipped_bit_of_position_and_counters(tmp_path, file, saved, flipped):
+    position = {"position": 20, "rows": {"0": {"last": [66.51657752480632, 1]}}, "none": None}
+    with Store(tmp_path) as store:
+        store.save(state(10), position, {"counters": {"tokens": 64}, "list": (1, 2.5)})
+        store.wait()
+        assert store.restore(ABSTRACT)[1:] == (
+            position,
+            {"counters": {"tokens": 64}, "list": [1, 2.5], "step": 10},
+        )
+    assert load_data(tmp_path, 10) == position
+    [path] = (tmp_path / "checkpoints" / "10" / file).glob("*.json")
+    text = path.read_text()
+    assert saved in text
+    path.write_text(text.replace(saved, flipped))
+    with Store(tmp_path) as store, pytest.raises(ValueError, match="10 is damaged .*counters"):
+        store.restore(ABSTRACT)
+    with pytest.raises(ValueError, match="10 is damaged .*counters"):
+        load_data(tmp_path, 10)
+
+
 @pytest.mark.parametrize("name", ["30", "0030", "٣٠", "3²", "30.orbax-checkpoint-tmp"])
 def test_ignores_folders_that_are_no_checkpoint(two, tmp_path, name):
     workdir = tmp_path / "run"

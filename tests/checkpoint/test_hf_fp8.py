@@ -197,6 +197,27 @@ def test_names_invalid_scales(folder, tmp_path, name, value, why):
     assert why in str(refused.value)
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -1.0, 3e38])
+def test_refuses_to_load_scale_that_cannot_be_meant(folder, tmp_path, number):
+    def change(tensors):
+        scale = tensors[DOWN + hf_fp8.SCALE].copy()
+        scale[0, 0] = number
+        return tensors | {DOWN + hf_fp8.SCALE: scale}
+
+    with pytest.raises(ValueError, match=f"{DOWN}.*(not finite|NaN or infinity)"):
+        load_hf(changed_copy(folder, tmp_path, change))
+
+
+def test_refuses_to_load_fp8_number_that_is_nan(folder, tmp_path):
+    def change(tensors):
+        values = tensors[DOWN].copy()
+        values[0, 0] = np.nan
+        return tensors | {DOWN: values}
+
+    with pytest.raises(ValueError, match=f"{DOWN} holds NaN or infinity"):
+        load_hf(changed_copy(folder, tmp_path, change))
+
+
 def test_refuses_fp8_files_without_config_entry(folder, tmp_path):
     out = changed_copy(folder, tmp_path)
     text = json.loads((out / "config.json").read_text())

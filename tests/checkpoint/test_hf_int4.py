@@ -71,7 +71,7 @@ def test_packs_and_reads_like_compressed_tensors(case):
     same(arrays, want)
     assert [(x.shape, x.dtype) for x in arrays.values()] == hf_int4.layout(weight.shape, 4)
     packed = hf_int4.PackedWeight(
-        packed=arrays["w_packed"], scale=arrays["w_scale"], shape=weight.shape
+        name="w", packed=arrays["w_packed"], scale=arrays["w_scale"], shape=weight.shape
     )
     back = np.array(case["back"], np.float32)
     for rows in ((0, 3), (1, 2)):
@@ -167,6 +167,15 @@ def test_loads_int4_of_other_writers_without_requantising(folder, tmp_path):
     got = np.asarray(flatten(glm5.params_of(model))["moe_layers/experts/down"])[0, 3]
     scale = tensors(out)[EXPERT + "_scale"].astype(np.float32)
     np.testing.assert_array_equal(got, -8 * np.repeat(scale, GROUP, axis=1).T)
+
+
+@pytest.mark.parametrize("number", [np.nan, -1.0])
+def test_refuses_to_load_scale_that_cannot_be_meant(folder, tmp_path, number):
+    def change(held):
+        held[f"{EXPERT}_scale"][0, 0] = number
+
+    with pytest.raises(ValueError, match=f"{EXPERT}_scale has scales that are negative or not"):
+        load_hf(changed_copy(folder, tmp_path, change))
 
 
 def test_int4_training_starts_from_plain_weights(tmp_path):

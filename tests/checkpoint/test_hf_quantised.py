@@ -187,6 +187,15 @@ def test_refuses_inconsistent_files(folder, tmp_path, name, value, message):
         load_quantised(change(folder, tmp_path, tensors, nothing))
 
 
+@pytest.mark.parametrize("name", [O + "_scale", EXPERT + "_scale"])
+def test_refuses_to_load_scale_that_is_nan(folder, tmp_path, name):
+    def tensors(held):
+        held[name][0, 0] = np.nan
+
+    with pytest.raises(ValueError, match=f"{name} has scales that are negative or not finite"):
+        load_quantised(change(folder, tmp_path, tensors, nothing))
+
+
 def test_refuses_other_schemes(folder, tmp_path):
     for i, other in enumerate(
         (

@@ -199,6 +199,17 @@ def test_rejects_tensor_that_is_not_finite(tmp_path):
         load_adapter(folder, base().cfg)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, bool])
+def test_rejects_tensor_without_fractions(tmp_path, dtype):
+    """The scale of a quantised adapter is in no file of PEFT."""
+    folder = copy_of_golden(tmp_path)
+    tensors = load_file(ADAPTER / WEIGHTS)
+    name = next(iter(sorted(tensors)))
+    save_file(tensors | {name: tensors[name].astype(dtype)}, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=f"is {np.dtype(dtype).name}, which is no number"):
+        load_adapter(folder, base().cfg)
+
+
 def test_rejects_folder_without_adapter(tmp_path):
     with pytest.raises(ValueError, match="give the folder of a PEFT adapter"):
         load_adapter(tmp_path, base().cfg)

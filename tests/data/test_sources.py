@@ -92,6 +92,19 @@ def test_reads_arrow_files_of_saved_data_set(tmp_path):
         open_source(SourceConfig(kind="arrow", path=str(tmp_path)))
 
 
+def test_refuses_mapped_copies_next_to_saved_data_set(tmp_path):
+    """`map` and `filter` of a loaded data set store their results in its folder."""
+    for name in ("data-00000-of-00001", "cache-1f2e"):
+        table = pyarrow.table({"text": TEXTS})
+        with pyarrow.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as file:
+            with pyarrow.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+    with pytest.raises(ValueError, match="cache-1f2e.arrow repeats rows of the other files"):
+        _texts(SourceConfig(kind="arrow", path=f"{tmp_path}/*.arrow"))
+    for name in ("data", "cache"):
+        assert _texts(SourceConfig(kind="arrow", path=f"{tmp_path}/{name}-*.arrow")) == TEXTS
+
+
 @pytest.mark.parametrize("mark", ["\n", " ", ""])
 def test_cuts_long_paragraph(tmp_path, mark):
     text = mark.join(["ab" * 700] * 20)

@@ -111,6 +111,19 @@ def test_repeats_only_attempts_without_reward(tmp_path):
     assert evaluation.results()["gas", 0]["reward"] == 0.0
 
 
+def test_keeps_error_with_half_of_surrogate_pair(tmp_path):
+    """A server in JavaScript may quote a prompt that is cut within an emoji."""
+
+    def fail_once(messages):
+        return ServerError("bad \ud83d") if "gas" in messages[-1]["content"] else answer(messages)
+
+    evaluation, _ = prepare(tmp_path, fail_once)
+    asyncio.run(evaluation.run())
+    results = evaluation.results()
+    assert results["gas", 0]["error"] == "ServerError: bad ?"
+    assert results["sum", 0]["reward"] == 1.0
+
+
 def test_stops_if_server_is_down(tmp_path):
     rows = [{"question": f"{n}?", "answer": "1"} for n in range(100)]
     evaluation, client = prepare(tmp_path, lambda _: ServerError("no route"), rows, concurrency=1)

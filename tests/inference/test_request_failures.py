@@ -14,6 +14,7 @@ from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.inference.stop_checker import StopChecker
 from glm5_jax.inference.worker import Worker, WorkerStopped
+from glm5_jax.model import glm5
 from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.inference.test_engine import GREEDY, make_engine, make_prompts, model
@@ -63,6 +64,19 @@ def test_ends_request_whose_tokens_cannot_be_decoded(monkeypatch, error_type):
     monkeypatch.setattr(StopChecker, "feed", feed)
     want = make_engine().generate([make_prompts(1)[0]], GREEDY)[0]
     assert engine.generate([make_prompts(1)[0]], GREEDY)[0].ids == want.ids
+
+
+def test_ends_requests_whose_logprobs_are_no_numbers():
+    """Damaged weights would otherwise answer with the first token for ever."""
+    params = glm5.params_of(model())
+    broken = params | {"final_norm": params["final_norm"].at[0].set(np.nan)}
+    engine = make_engine()
+    engine.update_weights(broken, 1)
+    handle = engine.submit(Request(make_prompts(1)[0], GREEDY))
+    run(engine)
+    assert handle.finish_reason == "failed" and handle.num_tokens == 0
+    engine.update_weights(params, 2)
+    assert engine.generate([make_prompts(1)[0]], GREEDY)[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(

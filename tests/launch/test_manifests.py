@@ -16,6 +16,7 @@ import yaml
 
 from glm5_jax.runtime.placement import EXIT_RESTART, Health, Role
 from launch import gke, slurm, xla_flags
+from launch.rehearsal.job_set_run import expand_variables
 from launch.run_plan import RunPlan
 from tests.contracts.source_tree import ROOT
 from tests.launch.job_set import SCHEMA
@@ -138,6 +139,15 @@ def container_of(role: Role, *flags: str) -> dict:
 def test_escapes_kubernetes_variables_in_command():
     container = container_of(Role(name="a", argv=["sh", "-c", "echo $(date) $(ROLE_INDEX)"]))
     assert container["command"][2] == "echo $$(date) $$(ROLE_INDEX)"
+
+
+@pytest.mark.parametrize("text", ["$$x$$", "$$(A)", "$$$(A)", "$", "a$", "$5", "${A}", "$(A", "$$"])
+def test_kubernetes_passes_dollars_to_programs(text):
+    """An instruction may hold display math."""
+    container = container_of(Role(name="a", argv=["sh", text], env={"B": text}))
+    assert expand_variables(container["command"][1], {"A": "wrong"}) == text
+    [value] = (entry["value"] for entry in container["env"] if entry["name"] == "B")
+    assert expand_variables(value, {"A": "wrong"}) == text
 
 
 SERVE = f"--experiment={ROOT}/experiments/serve.py:glm5"

@@ -1,6 +1,7 @@
 """Teachers score the tokens of their origin: by the learner's forward, from weights in turn, or by a server."""
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -84,6 +85,26 @@ def test_loads_teachers_in_turn(max_loaded, loaded):
     assert loads.loaded == loaded
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rejects_teacher_whose_logprobs_are_not_finite(value):
+    """A batch would take NaN for the log-prob 0, so the learner would imitate its own sample."""
+    scorer = Loads(**{"": value}).scorer(1)
+    with pytest.raises(ValueError, match="the teacher gives a token the log-prob (-?inf|nan)"):
+        scorer.add_logprobs([record("0", 20)], ORIGINS, ROWS)
+
+
+def test_rejects_server_that_leaves_out_a_logprob():
+    logprobs = [None, *[-1.0] * 17, None, -1.0]
+    with Completions({"token_logprobs": logprobs}).running() as url:
+        scorer = TeacherScorer(
+            {"math": TeacherClient(url)}, lambda *_: np.zeros(0), length=LENGTH, max_loaded=1
+        )
+        with pytest.raises(
+            ValueError, match="the teacher of 'math' gives a token the log-prob nan"
+        ):
+            scorer.add_logprobs([record("0", 20)], {"0": "math"}, ROWS)
+
+
 def test_server_scores_as_learner_forward():
     """The log-probs of an engine and of the learner differ by float32 rounding only."""
     weights = params(1, DENSE)
@@ -121,6 +142,7 @@ class Completions(HttpServer):
     [
         (None, "has sent no log-probs of the prompt"),
         ({"token_logprobs": [None, -1.0]}, "has sent 2 log-probs of 20 tokens"),
+        ({"token_logprobs": [None, *[0.5] * 19]}, "has sent 0.5 as a log-prob, which is above 0"),
     ],
 )
 def test_rejects_server_without_logprobs_of_prompt(logprobs, words):

@@ -26,6 +26,7 @@ from glm5_jax.rl.rollouts.rollout import ToolError, Tools
 from glm5_jax.rl.types import Reward, Task, Verifier
 from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.runtime.files import read_lines, replace_text
+from glm5_jax.runtime.json_encoding import json_bytes
 
 Key = tuple[str, int]  # id of the task and number of the attempt
 FAILURES_IN_A_ROW = 20  # attempts without a reward, after which the server is considered down
@@ -132,7 +133,8 @@ class QuestionEvaluation:
                 nonlocal done, failures
                 for task, number in queue:
                     result = {"task": task.id, "attempt": number} | await self._attempt(agent, task)
-                    file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                    # A server's error message may hold half of a surrogate pair.
+                    file.write(json_bytes(result) + b"\n")
                     file.flush()
                     failures = 0 if result["reward"] is not None else failures + 1
                     if failures >= FAILURES_IN_A_ROW:
@@ -160,7 +162,7 @@ class QuestionEvaluation:
             "reward": reward.value,
             "error": reward.error,
             "parts": dict(reward.parts),
-            "reply": reply.encode("utf-8", "replace").decode(),
+            "reply": reply,
         }
 
     def rewards_by_kind(self) -> tuple[dict[str, list[float]], int]:

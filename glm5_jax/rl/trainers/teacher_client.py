@@ -16,6 +16,7 @@ from glm5_jax.parallel import multihost
 from glm5_jax.runtime.api_keys import read_key
 
 NUM_CONNECTIONS = 64
+_MAX_LOGPROB = 1e-3  # 0, with the rounding errors of a server
 TIMEOUT_S = 1800.0  # of one record: a server may have others before it
 
 
@@ -69,5 +70,10 @@ class TeacherClient:
             raise ValueError(
                 f"the teacher at {self._url} has sent {len(scores)} log-probs of {len(record)} tokens; give a server of "
                 "a model with the same tokenizer"
+            )
+        if (scores[1:] > _MAX_LOGPROB).any():
+            raise ValueError(
+                f"the teacher at {self._url} has sent {scores[1:].max():g} as a log-prob, which is above 0; give a server "
+                "that sends natural logarithms of probabilities"
             )
         return scores

@@ -118,6 +118,8 @@ class TeacherScorer:
     ) -> list[TokenRecord]:
         """Returns the records with ref_logp of their teacher. Records without ref_kl_weight stay as they are.
 
+        Raises ValueError if a server fails, or a teacher's log-probs are not finite.
+
         Args:
           origins: origin of each group by its id.
           num_rows: rows that the learner scores at once.
@@ -137,6 +139,7 @@ class TeacherScorer:
                 scores = self._score_records(by_teacher[origin], origin, teacher, num_rows)
             for record, logp in scores:
                 logp = np.where(record.loss_mask, logp, np.nan)
+                _check_logprobs(record, logp, origin)
                 scored[id(record)] = replace(record, ref_logp=logp)
         return [scored.get(id(record), record) for record in records]
 
@@ -169,3 +172,14 @@ class TeacherScorer:
             params = load()
         self._loaded[origin] = params
         return params
+
+
+def _check_logprobs(record: TokenRecord, logp: np.ndarray, origin: str) -> None:
+    """Raises ValueError if a trained token has no finite log-prob; a batch would take NaN for probability 1."""
+    trained = logp[record.loss_mask.astype(bool)]
+    if not np.isfinite(trained).all():
+        name = f"the teacher of {origin!r}" if origin else "the teacher"
+        raise ValueError(
+            f"{name} gives a token the log-prob {trained[~np.isfinite(trained)][0]}, which is no number; give one "
+            "whose weights are whole"
+        )
