@@ -91,7 +91,7 @@ def test_rejects_endless_answer():
         "B", "(B)", "b", "B.", "**B**", "B) text", "Option B", "answer: B", "Answer: b", "The answer is (B).",
         "\\boxed{B}", "\\boxed{\\text{B}}", "\\boxed{(B) 5}", "Answer: B) A cell", "answer: B\nAnswer: B",
         "A) no\n\\boxed{B}", "The answer is B because A is wrong", "I took long.\nB", "A cell is small.\nAnswer: B",
-        "A) no\n**Answer:**\n\nB", "The answer is\n(B)",
+        "A) no\n**Answer:**\n\nB", "The answer is\n(B)", "**Answer**: `B`", "Answer: [B]", "Answer: “B”", "答案：B", "Answer: Ｂ",
     ],
 )  # fmt: skip
 def test_finds_claimed_letter(reply):

@@ -13,7 +13,7 @@ from tests.traced_memory import traced_memory
 
 pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), needs_root]
 POLICY = RightsPolicy(
-    data=("cat", "chmod", "cp", "id", "mkdir", "mv"),
+    data=("cat", "chmod", "cp", "id", "mkdir", "mv", "sort"),
     launchers=("env", "timeout"),
     shells=("sh", "bash", "dash"),
     shims={"perl": "/standin/perl"},
@@ -59,6 +59,9 @@ STARTED = {
     "bash -c 'id -u'": ROOT,
     "BASH_COMPAT=5.0 bash -c 'sh <<E\nid -u\nE'": ROOT,
     "/usr/bin/perl x": "standin 0 x",
+    "printf '/secret/key\\0' > /list; sort /secret/key": "answer",
+    "printf '/secret/key\\0' > /list; sort --files0-from=/list || id -u": ROOT,
+    "printf '/secret/key\\0' > /list; sort --fil=/list || id -u": ROOT,
     "HOME=/app bash -lc 'id -u'": AGENT,
     "HOME=/own bash -lc 'id -u'": ROOT,
     "cp --preserve=timestamps /app/prog /own/script; /own/script": AGENT,
@@ -140,6 +143,28 @@ def test_hides_processes_of_other_users():
             return [(await box.exec(look, user=user)).stdout for user in ("agent", "root")]
 
     assert run(work()) == [b"0\n", b"2\n"]  # including the sandbox's first process
+
+
+def test_lets_ordinary_programs_signal_each_other():
+    script = (
+        "#!/bin/bash\ncase $1 in start) exec sleep 60;; stop) kill $2 && ! kill -0 999999;; "
+        "self) kill -TERM $$;; group) trap '' TERM; kill -TERM 0; echo group;; esac\n"
+    )
+    commands = (
+        "/app/ctl start & sleep 0.2; /app/ctl stop $!; echo $?; wait $!; echo $?",
+        "/app/ctl self; echo $?; setsid -w /app/ctl group",
+    )
+
+    async def work():
+        async with Sandbox(SandboxConfig(timeout_s=10)) as box:
+            await prepare(box)
+            await box.put("/app/ctl", script.encode(), mode=0o755)
+            return [
+                (await box.exec(["/bin/bash", "-c", command], user="root", policy=POLICY)).stdout
+                for command in commands
+            ]
+
+    assert run(work()) == [b"0\n143\n", b"143\ngroup\n"]
 
 
 def test_removes_rights_that_ordinary_process_passes_on():

@@ -205,6 +205,9 @@ def test_equals_vectors_of_squad():
         ("C++", "C#", "c++"),
         ("1990-95", "1990.95", "1990-95"),
         ("U.S.", "S.U.", "US"),
+        ("O'Brien", "Brian", "O’Brien"),
+        ("-7", "7", "−7"),
+        ("Jean-Luc", "Luc", "“Jean–Luc”。"),
     ],
 )
 def test_keeps_signs_that_make_another_answer(known, wrong, right):

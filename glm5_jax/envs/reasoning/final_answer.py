@@ -3,7 +3,7 @@
 A reply may reason before it answers. The answer is the first of these forms that it has:
 
   1. \\boxed{...}: for a final answer the last one;
-  2. the last line "answer: ..." or "the answer is ...", or GSM8K's "#### ...", up to the end of the line; if nothing
+  2. the last line "answer: ..." or "the answer is ...", also in Chinese, or GSM8K's "#### ...", up to the end of the line; if nothing
      follows there, the next line, or the formula that begins there;
   3. the reply itself if it is one word or formula, else the last formula between dollars (or \\( and \\[)
     or the last number, whichever ends last.
@@ -17,7 +17,9 @@ LETTERS = "ABCDEFGHIJ"
 MAX_CHARACTERS = 2000  # of a final answer
 # A policy's text may be long and odd, so every pattern takes time proportional to its length.
 _BRACES = re.compile(r"\\(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
-_CLAIM = re.compile(r"(?im)(?:\banswer(?: is| ?[:=])(?: ?[:=])?|^####)(?P<claim>.*)")
+_CLAIM = re.compile(
+    r"(?im)(?:\banswer[*_]*(?: is| ?[:=])(?: ?[:=])?|答案\s*[是为:：]+|^####)(?P<claim>.*)"
+)
 _FORMULA = re.compile(
     r"\$\$([^$]{1,500})\$\$|\$([^$\n]{1,500})\$|\\\((.{1,500}?)\\\)|\\\[(.{1,500}?)\\\]", re.DOTALL
 )
@@ -32,6 +34,7 @@ _FACTORS = re.compile(
 )
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _EMPHASIS = " \t\r*_`:"  # what may surround the word "answer" if its answer is on another line
+_FULL_WIDTH = {ord(letter) + 0xFEE0: letter for letter in f"{LETTERS}()"}
 _NEXT_LINE = re.compile(r"\s*(.*)")
 _FENCE = re.compile(r"(?ms)^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```")
 
@@ -136,7 +139,7 @@ def plain_answer(claim: str) -> str:
     """
     if len(claim) > MAX_CHARACTERS:
         return ""
-    claim = claim.strip().strip("*`").strip().rstrip(".").strip("*` \t\n")
+    claim = claim.strip().strip("*`").strip().rstrip(".。").strip("*` \t\n")
     formula = _FORMULA.fullmatch(claim)
     if formula:
         claim = next(part for part in formula.groups() if part is not None).strip()
@@ -155,7 +158,10 @@ def _letters(claim: str, strictly: bool = False) -> set[str]:
       claim: text of the answer.
       strictly: accept only "B", "(B)" and "B) text", because nothing marks the text as an answer.
     """
-    text = re.sub(r"\\(?:text|mathrm|mathbf|textbf|rm|bf)\b|[{}$*`\"']", " ", claim).strip()
+    text = claim.translate(_FULL_WIDTH)
+    text = re.sub(
+        r"\\(?:text|mathrm|mathbf|textbf|rm|bf)\b|[{}$*`\"'“”‘’<>\[\]]", " ", text
+    ).strip()
     # "A cell" and "I think" name no letter.
     word = r"(?![\w'])(?!(?<=[AI])\s+(?!because|since|or\b|and\b|as\b|is\b)[a-z])"
     ends = r"\s*(?:[).:]|$)" if strictly else word

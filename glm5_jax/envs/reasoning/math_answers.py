@@ -16,6 +16,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from glm5_jax.envs.reasoning.typesetting import as_interval, have_other_units, rewrite
 from glm5_jax.runtime.process import serve
 
 MEMORY_BYTES = 2 * 2**30
@@ -23,7 +24,9 @@ _FORMS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _WORD = re.compile(r"(?:\\(?:text|mathrm)\{)?\s*([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)\s*\}?")
 # Dates, and codes such as H2O, which SymPy would read as differences and products.
 _DATE = r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}/\d{1,2}/\d{2,4}|\d{1,2}\.\d{1,2}\.\d{4}"
-_LITERAL = re.compile(rf"{_DATE}|[A-Za-z]+\d+(?:[A-Za-z]\w*)?")
+_TIME = r"\d{1,2}:\d{2}\s*[AaPp]\.?[Mm]\.?"
+_LITERAL = re.compile(rf"{_DATE}|{_TIME}|[A-Za-z]+\d+(?:[A-Za-z]\w*)?")
+_INTERVAL = re.compile(r"\s*(?:\\left\s*)?[\[(].*,.*[\])]\s*", re.DOTALL)
 _TYPESETTING = re.compile(r"\\[a-z]+\b|[{}_$\s\\]|(?<!\w)0+(?=\d)")
 _NAMED = re.compile(r"[^=≈,;<>!]*(?:=|≈)")  # left side of an equation
 _SPACES = re.compile(r"\\(?:left|right|displaystyle|q?quad|[,;:! ])|[~$\s]")
@@ -62,6 +65,11 @@ def equal(answer: str, truth: str, seconds: int) -> bool:
     # The caller kills the process earlier, unless the caller is stopped.
     signal.alarm(seconds)
     try:
+        answer, truth = rewrite(answer), rewrite(truth)
+        if _INTERVAL.fullmatch(truth):
+            answer = as_interval(answer)
+        if have_other_units(answer, truth):
+            return False
         word, right = (_WORD.fullmatch(text.strip()) for text in (answer, truth))
         if word is not None and right is not None:
             return word[1].lower().split() == right[1].lower().split()
@@ -105,7 +113,8 @@ def is_computed(text: str, may_divide: bool = True) -> bool:
 
 
 def _without_typesetting(text: str) -> str:
-    return _TYPESETTING.sub("", text).lower()
+    plain = _TYPESETTING.sub("", text).lower()
+    return re.sub(r"(?<=\d[ap])\.?m\.?$", "m", plain)
 
 
 def _with_plain_relations(text: str) -> str:

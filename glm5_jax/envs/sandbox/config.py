@@ -186,6 +186,7 @@ class ExecResult:
         process groups.
       stdout_end, stderr_end: last bytes of a truncated stream after the cut.
       alert: description of what a `RightsPolicy` prevented or noticed; "" if nothing.
+      note: what a program without rights was told to read and cannot, under a `RightsPolicy`; "" if nothing.
     """
 
     code: int
@@ -198,3 +199,4 @@ class ExecResult:
     stdout_end: bytes = b""
     stderr_end: bytes = b""
     alert: str = ""
+    note: str = ""

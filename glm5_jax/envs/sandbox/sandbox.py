@@ -41,6 +41,7 @@ _TRANSFER_TIMEOUT_S = 60.0  # suffices for half a gigabyte on a busy machine
 _SNAPSHOT_TIMEOUT_S = 600.0  # suffices for gigabytes of packages
 _END_TIMEOUT_S = 10.0  # until killed processes are gone; large ones release their memory first
 _LOSS_WAIT_S = 0.2  # until a sandbox that lost a command by SIGKILL is gone too
+_NOTE = "\x1f"  # begins the note in the report of a command, as in `entry.supervise`
 _MAX_ARGUMENT_BYTES = 1 << 17  # Linux's limit
 _MAX_PATH_BYTES = 1 << 12  # Linux's limit
 
@@ -198,7 +199,8 @@ class Sandbox:
         self._check_running()
         if ended and kind not in ("exit", "signal"):
             raise SandboxError(f"{command!r} could not be run: {rest or child.output['stderr']}")
-        number, _, alert = rest.partition(" ")
+        number, _, rest = rest.partition(" ")
+        alert, _, note = rest.partition(_NOTE)
         code = 128 + signal.SIGKILL if not ended else int(number) + 128 * (kind == "signal")
         return ExecResult(
             code=code,
@@ -210,6 +212,7 @@ class Sandbox:
             stdout_end=bytes(child.ends["stdout"]),
             stderr_end=bytes(child.ends["stderr"]),
             alert=alert if ended else "",
+            note=note if ended else "",
         )
 
     async def put(

@@ -13,11 +13,15 @@ _DECISIVE = r"(?<=\d)\.(?=\d)|(?<![\w)])-(?=\.?\d)|(?<![\w)-])\.(?=\d)|(?<=[a-z]
 _SIGNS = re.compile(rf"({_DECISIVE})|[{re.escape(string.punctuation)}]")
 
 
+# Quotation marks, apostrophes, dashes, minus and full stops of other scripts, as their signs of ASCII.
+_ASCII = str.maketrans("‘’“”«»‐‑–—−。，", '\'\'""""-----.,')
+
+
 def normalize(answer: str) -> str:
     """Returns an answer in lower case, without articles and ASCII punctuation that decides nothing, with single blanks
     between words.
     """
-    plain = _SIGNS.sub(lambda match: match[1] or "", answer.lower())
+    plain = _SIGNS.sub(lambda match: match[1] or "", answer.lower().translate(_ASCII))
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 

@@ -155,11 +155,22 @@ async def save_tree(
 
 
 async def remove_files(box: Sandbox, folder: str, paths: Iterable[str]) -> None:
-    """Removes files of a folder in a sandbox, as root."""
-    names = "".join(f"{folder}/{path}\0" for path in paths)
+    """Removes files of a folder in a sandbox, as root, and folders that are then empty."""
+    listed = list(paths)
+    names = "".join(f"{folder}/{path}\0" for path in listed)
     if names:
         await box.exec(
             ["xargs", "-0", "rm", "-f", "--"], stdin=os.fsencode(names), user="root", cwd="/"
+        )
+    parents = {posixpath.dirname(path) for path in listed} - {""}
+    if parents:
+        names = "".join(f"{path}\0" for path in sorted(parents, reverse=True))
+        # A link or a file may take the place of such a folder.
+        await box.exec(
+            ["xargs", "-0", "rmdir", "-p", "--ignore-fail-on-non-empty", "--"],
+            stdin=os.fsencode(names),
+            user="root",
+            cwd=folder,
         )
 
 

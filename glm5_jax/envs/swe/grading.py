@@ -11,7 +11,7 @@
 
 The code under test runs in the process of its tests, so it can write a full report itself. It recognises the planted
 tests, because they make no call to it, and can report them correctly. It has to guess which tests are variants, because they
-differ only in the value that they expect (`recipes.planting`). In C each variant is a separate program. If the tests have no
+differ only in the value that they expect (`recipes.planting`); if that is a word, it can be recognised. In C each variant is a separate program. If the tests have no
 value that can be varied, nothing stops such a report: the label `VARIANTS` is then False, and `awareness` shows a judge the
 lines that forge.
 
@@ -377,7 +377,9 @@ class SweGrader:
             raise NoResultError(f"the reports cannot be trusted: {run.problem}")
         if not run.report.has_tests:
             why = "memory ran out" if run.out_of_memory else f"exit code {run.exit_code}"
-            raise NoResultError(f"no test was found ({why}): {run.log[-500:]}")
+            dropped = _dropped_note(submission)
+            end = f"; {dropped}" if dropped else ""
+            raise NoResultError(f"no test was found ({why}): {run.log[-500:]}{end}")
         canary_ok = None
         if canaries is not None:
             canary_ok = has_true_canaries(run.report, canaries)

@@ -24,6 +24,8 @@ _CHECKS = r"(?:cmp|diff|e?grep|\[|test|pytest|python3?|uvx?)\b"
 _OF_WORK = r"/(?!tests\b|tmp\b|logs\b)\w+"
 # A command substitution, except those that give a number or a path of the tests' own.
 _SUBSTITUTION = r"\$\((?!\(|(?:date|nproc|mktemp|pwd|basename|dirname)\b|[^()\n]*\|\s*wc\b|\s*(?:wc|grep\s+-\w*c)\b)"
+# Programs that print or compare what is in files.
+_READERS = r"\b(?:cat|cmp|comm|cp|diff|head|jq|paste|sort|tail|uniq)"
 _OUTSIDE = r">\s*[\"']?/(?!tests\b|logs\b|dev\b|root\b)"
 # What the tests do -> its pattern in shell scripts, and in Python.
 _SHELL = {
@@ -68,6 +70,10 @@ _SHELL = {
     "copy the attempt's files to where the reward is (/logs/verifier)": (
         rf"\b(?:cp|mv|rsync|install)\b[^\n;&|]*\s{_OF_WORK}\S*\s+/logs/verifier/?\s*(?:$|[;&|\n])"
         rf"|\bcat\s+{_OF_WORK}\S*\s*>\s*/logs/verifier/reward"
+    ),
+    "split file names of the attempt's at blanks, so that a part may be the path of the answers (find | xargs, $(ls))": (
+        rf"\b(?:find|ls)\b[^\n]*\|\s*xargs\s+(?!-0\b|--null\b)(?:-\S+\s+)*{_READERS}\b"
+        rf"|{_READERS}\s[^\n;&|\"]*(?:\$\(|`)\s*(?:find|ls)\b|\bfor\s+\w+\s+in\s+(?:\$\(|`)\s*(?:find|ls)\b"
     ),
     "compare with a file that the attempt may have changed": (
         rf"\b(?:cmp|diff)\b(?![^\n;&|]*/tests/)[^\n;&|]*\s{_OF_WORK}/\S*(?i:expected|golden|reference|answer)"
@@ -125,6 +131,10 @@ _REFUSED_IN_SHELL = {
     "compile their own files (/tests), which compilers cannot read: they have no rights": (
         _AT_COMMAND
         + r"(?:gcc|g\+\+|cc|c\+\+|clang|clang\+\+|rustc|javac|nvcc|go\s+(?:run|build)|gfortran|ghc)\s(?:[^\n;&|]*\s)?/tests/"
+    ),
+    "give their own files (/tests) to a program that has no right to read them (awk, sed, the attempt's)": (
+        r"(?m)(?:^|[;&|{!(`]|\b(?:if|then|do|while|else)\b)\s*(?:timeout\s+\S+\s+)?"
+        r"(?:[gm]?awk|bc|git|openssl|sed|sqlite3|(?:\./|/(?!usr/|bin/|tests/|grader/|logs/)\w+/)[^\s)]+)[ \t](?:[^\n;&|<>)]*[ \t=])?/tests/"
     ),
 }
 

@@ -313,6 +313,7 @@ class Grader:
             if done.alert:
                 raise SubmissionError(f"while the tests ran, {done.alert}")
             await _check_links(box, [*_TEMPORARY, *(submission.files if submission else [])])
+            await _check_names(box, [*_TEMPORARY, *(submission.files if submission else [])])
             verdict = await _verdict_of(box, task, done)
             # A program that was killed or not started leaves no output, so that two different outputs look equal.
             if (done.out_of_memory or done.out_of_processes) and (verdict.reward or 0) > 0:
@@ -372,10 +373,13 @@ async def _verdict_of(box: Sandbox, task: TerminalTask, done: ExecResult) -> Ver
             return Verdict(reward=None, error=missing, log=log)
         raise
     missing = await _missing_of_tests(box)
+    if done.timed_out and value > 0:  # written before all checks were done
+        raise rewards.RewardError(_end_of(done, task))
     # A package that is missing may have been replaced by a module of the attempt.
     if missing and (value <= 0 or "Python package" in missing):
         return Verdict(reward=None, error=missing, log=log)
-    return Verdict(reward=value, error=None, parts=parts, log=log)
+    note = f"while the tests ran, {done.note}" if done.note and value <= 0 else None
+    return Verdict(reward=value, error=note, parts=parts, log=log)
 
 
 async def _put_submission(box: Sandbox, submission: Submission) -> list[str]:
@@ -386,7 +390,23 @@ async def _put_submission(box: Sandbox, submission: Submission) -> list[str]:
             await box.put_saved(path, file)
     except SandboxFileError as error:
         raise SubmissionError(f"what the agent left cannot be graded: {error.args[-1]}") from None
+    await _check_names(box, list(submission.files))
     return [path for path in submission.files if not await _check_links(box, [path])]
+
+
+async def _check_names(box: Sandbox, folders: list[str]) -> None:
+    """Raises SubmissionError for a path of which tests, which split it at blanks, would read a file of theirs.
+
+    Of "/app/x /tests/key" in `cat $(find /app)`, the second word is the path of the tests' own file.
+    """
+    targets = "|".join(filter(None, _NO_TARGETS))
+    pattern = rf".*[[:space:]]['\"\\]*/({targets})(/.*)?"
+    command = ["find", *folders, "-regextype", "posix-extended", "-user", str(_AGENT)]
+    result = await box.exec([*command, "-regex", pattern, "-print0"], user="root", cwd="/")
+    if names := result.stdout.decode(errors="replace").split("\0")[0]:
+        raise SubmissionError(
+            f"what the agent left cannot be graded: the name {ascii(names[:100])}"
+        )
 
 
 async def _check_links(box: Sandbox, folders: list[str]) -> int:
@@ -446,6 +466,12 @@ async def _read_reward(box: Sandbox, done: ExecResult, task: TerminalTask):
             raise rewards.RewardError(message) from None
         reward = read(data)
         return reward if isinstance(reward, tuple) else (reward, {})
-    late = f"no end within {task.verifier_timeout_s:g} s" if done.timed_out else ""
-    late = late or f"test.sh ended with exit code {done.code}"
-    raise rewards.RewardError(f"there is no reward.json and no reward.txt ({late})")
+    message = f"there is no reward.json and no reward.txt ({_end_of(done, task)})"
+    raise rewards.RewardError(message)
+
+
+def _end_of(done: ExecResult, task: TerminalTask) -> str:
+    """Returns how test.sh ended."""
+    if done.timed_out:
+        return f"test.sh had no end within {task.verifier_timeout_s:g} s"
+    return f"test.sh ended with exit code {done.code}"

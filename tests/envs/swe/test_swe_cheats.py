@@ -340,6 +340,27 @@ def test_shows_agent_no_tests_and_no_results(tiny):
     assert asyncio.run(exists(is_grading=True))
 
 
+def test_grades_solution_whose_package_became_a_link(tiny, builder):
+    files: dict = dict.fromkeys(("calc/__init__.py", "calc/unused.py"))
+    files |= {"impl/__init__.py": text_file(FIXED)}
+    link = {"calc": TreeFile(stat.S_IFLNK | 0o777, b"impl")}
+    grader = SweGrader(tiny.instance, tiny.built.layer, builder.store.limits)
+
+    assert asyncio.run(_grade_files(grader, {**files, **link})).reward == 1.0
+
+
+def test_names_dropped_module_that_tests_need(tiny, builder):
+    files = {
+        "calc/test_utils.py": text_file(FIXED),
+        "calc/__init__.py": text_file("from .test_utils import *\n"),
+    }
+    grader = SweGrader(tiny.instance, tiny.built.layer, builder.store.limits)
+    report = asyncio.run(_grade_files(grader, files))
+
+    assert report.reward == 0.0
+    assert report.error.endswith("not graded: calc/test_utils.py (it is a test)")
+
+
 def test_counts_skipped_test_as_failed(tiny, builder):
     cheat = source_with("import pytest\npytest.skip('later', allow_module_level=True)")
     skipping = text_file(

@@ -152,8 +152,9 @@ def test_makes_no_variant_that_might_pass(text):
         (b"2.50", rb"\d\.\d\d"),
         (b"0x1F", rb"0x[0-9]F"),
         (b"10UL", rb"[1-9]\dUL"),
-        (b"'ab c'", rb"'[a-z]b c'|'a[a-z] c'|'ab [a-z]'"),
-        (b'"T1"', rb'"[A-Z]1"|"T\d"'),
+        (b"'abc'", rb"'[a-z]bc'|'a[a-z]c'|'ab[a-z]'"),
+        (b"'ab-c'", rb"'ab[-_ .:/,;+]c'"),
+        (b'"T1"', rb'"T\d"'),
     ],
 )
 def test_draws_values_that_differ_at_one_place(text, form):
@@ -164,6 +165,17 @@ def test_draws_values_that_differ_at_one_place(text, form):
         assert all(re.fullmatch(form, value) for value in values)
         differing = [n for n in range(len(text)) if len({value[n] for value in [text, *values]}) > 1]  # fmt: skip
         assert len(differing) == 1
+
+
+def test_keeps_words_that_arguments_of_test_show():
+    """A copy of another word could be told from the test, which has the words of its argument."""
+    text = "def test_slug():\n    assert slug('Hello World') == 'hello-world'\n    assert size('ab') == 12\n"
+    for seed in range(8):
+        draw = make_draw({}, ("test_slug",), seed)
+        planted = plant_variants({"t.py": text_file(text)}, ["t.py"], draw, find_python_sites)
+        source = planted.files["t.py"].content.decode()
+        assert source.count("== 'hello-world'") == len(planted.names) + 1
+        assert len(set(re.findall(r"== (\d+)", source))) == len(planted.names) + 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 As in `forgeries`: forms of test scripts, each with a solution, and actions that get a reward without one.
 """
 
-from tests.envs.terminal.folders import ORDINARY
+from tests.envs.terminal.folders import ORDINARY, TOML
 from tests.envs.terminal.forgeries import (
     DOUBLED,
     IMPORTS,
@@ -20,6 +20,7 @@ HOME = "/root"  # home of the tests, and the work folder of some tasks
 SOLVED = program("/app/prog")
 WRITES_OUT = program("/app/prog", "echo 42 > /app/out.txt")
 CMP = PASS.format("cmp /app/out.txt /tests/key")
+REWARD = "/logs/verifier/reward.txt"
 BY_KEY = PASS.format('[ "$(/app/prog)" = "$(cat /tests/key)" ]')
 # Reads the text that a test searches for from the arguments of the search program.
 SNOOP = """#!/usr/bin/python3
@@ -75,6 +76,26 @@ if "reward" in os.readlink("/proc/self/fd/1") and os.fork() == 0:
     for _ in range(3000):
         os.ftruncate(1, 0); os.pwrite(1, b"1", 0); time.sleep(0.001)
 """
+SEARCHES = """import subprocess, time
+def test():
+    assert subprocess.run(["/app/prog"]).returncode == 0
+    time.sleep(0.3)
+    assert subprocess.run(["grep", "-rq", "secret", "/app/data"]).returncode != 0
+    assert subprocess.run("cat /app/data/* | sort | grep secret", shell=True, start_new_session=True).returncode != 0
+"""
+KILLS = """#!/usr/bin/python3
+import os, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+end, own = time.time() + 5, os.getpid()
+while time.time() < end:
+    for pid in range(own + 1, own + 12):
+        try:
+            os.kill(pid, 9)
+        except OSError:
+            pass
+"""
 COPIED = "from doubled import double\n" + TESTS
 _AT_HOME = {"dockerfile": f"FROM debian:bookworm-slim\nWORKDIR {HOME}\n"}
 _BIN = {"dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\nENV PATH=/app/.venv/bin:$PATH\n"}
@@ -116,6 +137,13 @@ FORMS = {
                                 "    assert subprocess.check_output(['/app/prog']) == open('/tests/key', 'rb').read()\n"
                                 "    assert os.environ['LD_LIBRARY_PATH'] == '/app/lib'\n", **KEY},
                                program("/app/prog", '[ "$LD_LIBRARY_PATH" = /app/lib ] && echo 42')),
+    "a search after a program": ({"test": PASS.format("pytest /tests/test_outputs.py"), "tests": SEARCHES},
+                                program("/app/prog", "true") + "mkdir /app/data; echo nothing > /app/data/f"),
+    "sorted by a pattern": ({"test": PASS.format("cd /app; sort *.txt | cmp - /tests/key"), **KEY}, "echo 42 > /app/out.txt"),
+    "names of files": ({"test": PASS.format("cat $(find /app -name '*ey') | cmp - /tests/key"), **KEY}, "echo 42 > /app/key"),
+    "lines of names": ({"test": PASS.format("find /app -name '*ey' | while read -r f; do cat \"$f\"; done | cmp - /tests/key"), **KEY},
+                       "echo 42 > /app/key"),
+    "reward first": ({"toml": TOML.replace("30.0", "8.0"), "test": f"echo 1 > {REWARD}\n[ \"$(/app/prog)\" = 42 ] || echo 0 > {REWARD}\n"}, SOLVED),
     "perl tests": ({"test": PASS.format("perl /tests/check.pl"), "tests/check.pl": PERL, **KEY}, SOLVED),
 }  # fmt: skip
 ATTACKS = {
@@ -145,6 +173,14 @@ ATTACKS = {
     "a module with the times of the tests": ("module copied", double_module(ANYTHING.format("self"))),
     "tests in place of the tests": ("folder copied", file("/app/test_outputs.py", "def test_double(): pass\ndef test_none(): pass")),
     "empty output of cat without rights": ("library path", program("/app/prog", "true")),
+    "a search that is killed": ("a search after a program", file("/app/prog", KILLS)
+                                + "mkdir /app/data; seq 150000 > /app/data/a; for i in $(seq 40); do cp /app/data/a /app/data/f$i; done; "
+                                "echo secret > /app/data/z"),
+    "a list of files by an option": ("sorted by a pattern", "cd /app; printf '/tests/key\\0' > .l.txt; touch -- --files0-from=.l.txt"),
+    "a shortened option": ("sorted by a pattern", "cd /app; printf '/tests/key\\0' > .l.txt; touch -- --fil=.l.txt"),
+    "a path in a name": ("names of files", "mkdir -p '/app/x /tests'; touch '/app/x /tests/key'"),
+    "a path on a line of a name": ("lines of names", "mkdir -p $'/app/x\\n/tests'; touch $'/app/x\\n/tests/key'"),
+    "no end of the tests": ("reward first", program("/app/prog", "sleep 1000")),
     "answers read by a program of node": ("node", program("/app/prog", "cat /tests/key")),
     "answers read by a program of perl": ("perl tests", program("/app/prog", "cat /tests/key")),
 }  # fmt: skip

@@ -45,6 +45,12 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, make_task
             "the exit code",
         ),
         ({"test": "gcc /tests/main.c /app/lib.c"}, "compilers cannot read"),
+        ({"test": "want=$(sed -n 1p /tests/key)"}, "no right to read"),
+        ({"test": "awk '{ print $1 }' /tests/key | cmp - /app/out"}, "no right to read"),
+        ({"test": 'x="$(timeout 5 /app/prog --in=/tests/in.txt)"'}, "no right to read"),
+        ({"test": "find /app -name '*.txt' | xargs cat | cmp - /tests/key"}, "split file names"),
+        ({"test": "sort $(ls /app/*.txt) | cmp - /tests/key"}, "split file names"),
+        ({"test": 'for f in $(find /app); do cat "$f"; done > /srv/x'}, "split file names"),
         (
             {"test": "pytest /tests/a.py > /tmp/log; grep -q '2 passed' /tmp/log"},
             "test program prints",
@@ -110,6 +116,7 @@ def test_names_forms_that_can_be_forged(tmp_path, files, part):
         'd=$(mktemp -d)\n/app/prog > "$d/out"; cmp "$d/out" /tests/key; n=$(wc -l < /app/x); [ "$n" = 3 ]',
         'x=$(/app/prog)\ncase "$x" in 42) echo 1;; *) echo 0;; esac\n[[ "$x" =~ ^[0-9]+$ ]]',
         'x=$(/app/prog)\necho "$x" | sort | cmp - /tests/key; find /app -name "*.c" | xargs wc -l',
+        "/app/prog < /tests/in.txt | sed s/a/b/ | cmp - /tests/key; find /app -print0 | xargs -0 cat > /srv/x",
     ],
 )
 def test_names_no_form_of_ordinary_tests(tmp_path, test):

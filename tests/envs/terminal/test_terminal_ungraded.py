@@ -27,6 +27,20 @@ def test_names_changes_that_are_not_graded(tmp_path):
     assert result.error == "changed, not graded: /data/out, /tmp/solution.txt"
 
 
+@pytest.mark.parametrize(
+    ("test", "program"),
+    [
+        ('[ "$(sed -n 1p /tests/key)" = 4 ]', "sed has no right to read /tests/key"),
+        ('cd /tests; [ "$(/app/prog --in=key)" = 4 ]', "prog has no right to read /tests/key"),
+    ],
+)
+def test_names_programs_without_right_to_read_tests(tmp_path, test, program):
+    """The solution fails where the author did not expect that, so the result says why."""
+    script = "printf '#!/bin/sh\\ncat \"${1#--in=}\"' > prog; chmod +x prog"
+    result = attempt(tmp_path, script, test=PASS.format(test), **{"tests/key": "4\n"})
+    assert (result.reward, result.error) == (0.0, f"while the tests ran, {program}")
+
+
 def test_names_programs_left_running(tmp_path):
     """A server, and a zombie process."""
     script = "cp /bin/sleep server; setsid ./server 60 > /dev/null 2>&1 & setsid sh -c 'true & exec sleep 60' > /dev/null 2>&1 &"

@@ -6,7 +6,8 @@ import errno
 import os
 import resource
 
-from .supervise import ProgramRights, Supervisor, seize
+from .signals import SignalGuard, pass_listener
+from .supervise import NOTE, ProgramRights, Supervisor, seize
 from .system import ALL_NAMESPACES, Failed, become, call, libc, report
 from .watch import Watch
 
@@ -20,6 +21,7 @@ def execute(task):
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if task["policy"] else None
     watched = task["policy"] and task["policy"]["watched"]
     watch = Watch(task, watched, proc) if watched else None
+    guard = SignalGuard(task, proc) if watched and task["sandbox"] is not None else None
     if task["sandbox"] is not None:
         call("setns", task["sandbox"], ALL_NAMESPACES)
     waiting, ready = os.pipe()
@@ -27,8 +29,10 @@ def execute(task):
     if not child:
         os.close(ready)
         if os.read(waiting, 1):
-            start_program(task, groups)
+            start_program(task, groups, guard and guard.channel)
         os._exit(1)
+    if guard:
+        guard.channel.close()
     if task["policy"]:
         policy = ProgramRights(**task["policy"])
         seize(child)
@@ -39,14 +43,20 @@ def execute(task):
     else:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     # A child that failed before the program started has already reported that.
-    alert = watch.stop() if watch else ""
+    alert, note = watch.stop() if watch else "", ""
+    if guard:
+        guard.stop()
     if task["policy"]:
-        alert = alert or supervisor.alert
-    report(task, f"exit {code} {alert}" if code >= 0 else f"signal {-code} {alert}")
+        alert, note = alert or supervisor.alert, supervisor.note
+    how = f"exit {code}" if code >= 0 else f"signal {-code}"
+    report(task, f"{how} {alert}{NOTE}{note}")
 
 
-def start_program(task, groups):
-    """Executes the program in this process; reports the reason if the sandbox could not be entered."""
+def start_program(task, groups, channel=None):
+    """Executes the program in this process; reports the reason if the sandbox could not be entered.
+
+    channel: socket of the process that decides on signals (`signals`); None: the kernel decides.
+    """
     try:
         for descriptor in groups:
             os.write(descriptor, b"0")
@@ -60,6 +70,8 @@ def start_program(task, groups):
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
+        if channel:
+            pass_listener(channel)
     except BaseException as error:
         report(task, f"failed {error}")
         os._exit(1)

@@ -43,6 +43,11 @@ _INLINE = (
 )  # the next argument is a program text from the caller
 # Beginnings of the names of the dynamic loader's variables, and of these variables for programs with rights.
 _LOADER, _RENAMED = b"LD_", b"Ld_"
+# Separates an alert from a note in the report of a command.
+NOTE = "\x1f"
+# Programs that read data, and their option that takes the paths from a file.
+_LISTS, _LIST_OPTION = ("du", "sort", "wc"), "--files0-from"
+_MAX_NOTE = 300  # characters
 # Programs that change the permissions of folders.
 _CHANGERS = ("chmod", "chown", "chgrp", "install")
 _PROFILES = (".bash_profile", ".bash_login", ".profile", ".bashrc")
@@ -91,6 +96,8 @@ class ProgramRights:
             return False
         if exe in self.shells:
             return self._is_trusted_shell(tracee, words)
+        if exe in _LISTS and any(map(_takes_paths_from_file, words[1:])):
+            return False  # a file of the attempt may have the name of this option
         return exe in self.data or exe in self.launchers
 
     def is_of_tests(self, tracee):
@@ -183,6 +190,12 @@ def _reads_profile(words):
     return words[0][:1] == "-" or "--login" in options or "l" in short or "i" in short
 
 
+def _takes_paths_from_file(word):
+    """Returns whether an argument is `--files0-from=FILE`, or a beginning of that name."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and len(name) > len("--f") and _LIST_OPTION.startswith(name)
+
+
 def _files(folder):
     """Yields the identity of each file below a folder of the sandbox, with the time and size of its content."""
     for parent, _, names in os.walk(folder):
@@ -229,6 +242,7 @@ class Supervisor:
 
     Attributes:
       alert: description of what was noticed; "" if nothing.
+      note: what a program without rights was told to read and cannot; "" if nothing.
 
     Args:
       child: number of the process.
@@ -241,7 +255,7 @@ class Supervisor:
         self._child, self._policy, self._proc = child, policy, proc
         self._modes = {}  # process -> request that resumes it: CONT, or SYSCALL to watch its calls
         self._calls = {}  # process -> number and path of its current call
-        self.alert = ""
+        self.alert = self.note = ""
         self._helpers = set()  # processes whose program kept root's rights
         guarded = {part for folder in policy.watched for part in ("/", *_prefixes(folder))}
         self._access = {folder: _access_of(folder) for folder in guarded}
@@ -382,6 +396,7 @@ class Supervisor:
             return
         tracee.leave_execve()
         if decision is False:
+            self._note_unreadable(tracee)
             self._revoke(tracee)
         else:
             tracee.execute(decision)
@@ -407,7 +422,24 @@ class Supervisor:
             tracee.hide()
             self._resume(tracee)
         else:
+            self._note_unreadable(tracee)
             self._revoke(tracee)
+
+    def _note_unreadable(self, tracee):
+        """Takes note of the first program without rights whose arguments name a file in a watched folder."""
+        if self.note:
+            return
+        cwd = tracee.link("cwd")
+        for word in tracee.words("cmdline")[1:]:
+            path = os.path.normpath(os.path.join(cwd, word.rpartition("=")[2]))
+            if not any(_is_below(path, folder) for folder in self._policy.watched):
+                continue
+            if os.path.isfile(path) and not os.stat(path).st_uid and tracee.executed_path() != path:
+                program = os.path.basename(tracee.executed_path())
+                self.note = f"{ascii(program)[1:-1]} has no right to read {ascii(path)[1:-1]}"[
+                    :_MAX_NOTE
+                ]
+                return
 
 
 def seize(child):

@@ -21,6 +21,7 @@ _MAX_COPIES = 7
 _MIN_WORDS = 50  # words of a project; with less, names are random letters
 _MAX_FILES = 40  # files of tests that words come from
 _WORD = re.compile(r"(?<![A-Za-z])[a-z]{3,9}(?![a-z])")
+_SEPARATORS = "-_ .:/,;+"
 _DIGITS = re.compile(rb"0[xX][0-9a-fA-F]+|(?:0|[1-9][0-9_]*)(?:\.[0-9]+)?")
 _QUOTED = re.compile(rb"[rbuRBU]{0,2}('''|\"\"\"|['\"`])(.*)\1", re.DOTALL)
 
@@ -178,16 +179,19 @@ def num_copies(num_tests: int) -> int:
 
 
 def other_values(text: bytes, count: int, draw: CanaryDraw) -> list[bytes]:
-    """Returns up to `count` numbers or texts that differ from another in one digit or letter.
+    """Returns up to `count` numbers or texts that differ from another in one digit, separator or letter.
 
-    It is the same place in all of them, because otherwise most would have the right letter at each place.
+    It is the same place in all of them, because otherwise most would have the right letter at each place. A letter is changed
+    only in texts without digits and separators, because words can be recognised, above all those of the test's arguments.
     """
     places = _places(text)
     if not places:
         return []
-    place = draw.random.choice(places)
+    signs = [place for place in places if not chr(text[place]).isalpha()]
+    place = draw.random.choice(signs or places)
     old = chr(text[place])
-    letters = string.digits if old.isdigit() else string.ascii_lowercase if old.islower() else string.ascii_uppercase  # fmt: skip
+    kinds = string.digits, _SEPARATORS, string.ascii_lowercase, string.ascii_uppercase
+    letters = next(kind for kind in kinds if old in kind)
     is_first_of_many = place == 0 and text[:1].isdigit() and text[1:2].isdigit()
     letters = letters.replace("0", "") if is_first_of_many else letters
     letters = letters.replace(old, "")
@@ -201,12 +205,13 @@ def can_vary(text: bytes) -> bool:
 
 
 def _places(text: bytes) -> list[int]:
-    """Returns the offsets of digits and letters that can be others; none for an unknown form."""
+    """Returns the offsets of digits, letters, and separators between them that can be others; none for an unknown form."""
     quoted = _QUOTED.fullmatch(text)
     if quoted is not None:
         if re.search(rb"[\\$#{'\"`]", quoted[2]):  # may be an escape or a substitution
             return []
-        return [quoted.start(2) + match.start() for match in re.finditer(rb"[A-Za-z0-9]", quoted[2])]  # fmt: skip
+        matches = re.finditer(rb"[A-Za-z0-9]|(?<=[A-Za-z0-9])[-_ .:/,;+](?=[A-Za-z0-9])", quoted[2])
+        return [quoted.start(2) + match.start() for match in matches]
     digits = _DIGITS.match(text)
     if digits is None or re.match(rb"[bBoO_0-9]", text[digits.end() :]):
         return []
@@ -221,11 +226,10 @@ def _choose(
     groups: dict[tuple[bool, bool], list[tuple[str, TestSite]]] = {}
     for path, listed in sites.items():
         for site in listed:
-            values = [change for change in site.changes if change.opposite is None]
-            change = draw.random.choice(values or list(site.changes))
+            change = draw_change(tree[path].content, site, draw)
             name = tree[path].content[site.name_start : site.name_end].decode("utf-8", "replace")
             is_known = not any(name in test for test in draw.failing_tests)
-            group = groups.setdefault((not values, is_known), [])
+            group = groups.setdefault((change.opposite is not None, is_known), [])
             group.append((path, site._replace(changes=(change,))))
     if not groups:
         return []
@@ -237,6 +241,13 @@ def _choose(
         if not overlaps and not same_name and len(chosen) < _MAX_TESTS:
             chosen.append((path, site))
     return chosen
+
+
+def draw_change(source: bytes, site: TestSite, draw: CanaryDraw) -> ValueChange:
+    """Returns a change of a test: of a number, else of a text, else to the opposite."""
+    values = [change for change in site.changes if change.opposite is None]
+    numbers = [change for change in values if source[change.start : change.start + 1].isdigit()]
+    return draw.random.choice(numbers or values or list(site.changes))
 
 
 def _name(tree: FileTree, path: str, site: TestSite) -> bytes:

@@ -14,6 +14,7 @@ from glm5_jax.envs.swe.recipes.planting import (
     CanaryDraw,
     PlantedVariants,
     TestSite,
+    draw_change,
     num_copies,
     other_values,
 )
@@ -71,9 +72,8 @@ def plant_program_variants(
     texts: dict[str, str] = {}
     for path in chosen:
         site = draw.random.choice(sites[path])
-        values = [change for change in site.changes if change.opposite is None]
-        change = draw.random.choice(values or list(site.changes))
         source = tree[path].content
+        change = draw_change(source, site, draw)
         right = source[change.start : change.end]
         others = [change.opposite] if change.opposite else other_values(right, copies, draw)
         values = [right, *others]

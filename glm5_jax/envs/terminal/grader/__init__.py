@@ -17,6 +17,8 @@ decided by the executed file, from outside the sandbox (`sandbox.entry.supervise
   compiled from them or during the tests, and all programs that are not listed here.
 - Downloads from a network are replaced by local files, or recorded as missing.
 
+A program of an attempt cannot signal those of tests (`sandbox.entry.signals`): a search that is killed finds nothing.
+
 Nobody opens a file of the tests, or a reward, by a path that leads there through a link
 (`sandbox.entry.watch`). Processes of tests are hidden from the attempt's, which could read expected results
 in their arguments. Folders of the attempt are last on PATH, and are nobody's home. LD_LIBRARY_PATH and its like have

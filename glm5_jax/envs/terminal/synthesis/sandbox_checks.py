@@ -43,7 +43,7 @@ _MAX_CUTS = 10
 _TRIVIAL = re.compile(
     r"\s*(?:#.*|true|:|exit(?:\s+0)?|echo\s[^>|]*|printf\s[^>|]*|ls\b[^>|]*|cat\s[^>|<]*|set\s.*|cd\s[^;&|]*|)\s*"
 )
-_MAX_FILE_BYTES = 1 << 24  # of a file of an image that is searched
+_MAX_FILE_BYTES = 1 << 28  # of a file of an image that is searched
 
 
 async def check_builds(runs: TaskRuns, task: TerminalTask) -> tuple[Check, list[Image]]:
@@ -221,16 +221,20 @@ async def check_answers(
 
 
 def search_image(image: Image, literals: Sequence[str]) -> dict[str, str]:
-    """Returns the first file of the image's own layers that holds each literal, for those that some file holds."""
+    """Returns the first file of the image's own layers that holds each literal, for those that some file holds.
+
+    The name of a file, and the target of a link, count as its content.
+    """
     matches: dict[str, str] = {}
     for folder in image.layer.folders:
         if (folder / "bin/sh").exists() or (folder / "grader").exists():
             continue  # a base system, or the tools of grading
         for name, path in _walk(folder):
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
-                continue
-            data = path.read_bytes()
+            status, data = path.lstat(), os.fsencode(name)
+            if stat.S_ISLNK(status.st_mode):
+                data += b"\0" + os.fsencode(os.readlink(path))
+            if stat.S_ISREG(status.st_mode) and status.st_size <= _MAX_FILE_BYTES:
+                data += b"\0" + path.read_bytes()
             for text in literals:
                 if text.encode() in data:
                     matches.setdefault(text, name)

@@ -139,8 +139,7 @@ def _text_of(node: ast.expr) -> set[str]:
 
 def expected_literals(texts: TaskTexts, min_length: int = 6) -> set[str]:
     """Returns the texts and large numbers that tests compare with, apart from those of guards."""
-    functions = [node for node in texts.tree.body if isinstance(node, ast.FunctionDef)]
-    active = [node for node in functions if node.name not in texts.guard_tests]
+    active = [node for name, node in _functions(texts.tree) if name not in texts.guard_tests]
     used = {node.id for part in active for node in ast.walk(part) if isinstance(node, ast.Name)}
     values: list[ast.expr] = []
     for node in texts.tree.body:
@@ -148,15 +147,46 @@ def expected_literals(texts: TaskTexts, min_length: int = 6) -> set[str]:
             isinstance(target, ast.Name) and target.id in used for target in node.targets
         ):
             values.append(node.value)
-    for node in (inner for part in active for inner in ast.walk(part)):
-        if isinstance(node, ast.Compare):
-            values += [node.left, *node.comparators]
+    for part in active:
+        values += _compared(part)
     literals = {text for value in values for text in _literals(value)}
     return {
         text
         for text in literals
         if len(text.strip()) >= min_length or (text.isdigit() and int(text) >= _MIN_NUMBER)
     }
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yields the functions of a module and the methods of its classes, with the names of `list_tests`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            methods = (part for part in node.body if isinstance(part, ast.FunctionDef))
+            yield from ((f"{node.name}::{part.name}", part) for part in methods)
+
+
+def _compared(function: ast.FunctionDef) -> list[ast.expr]:
+    """Returns what a function compares, also by `assertEqual` and the like, the values of its variables that it compares, and
+    those that its parameters take.
+    """
+    nodes = list(ast.walk(function))
+    compared = [part for node in nodes if isinstance(node, ast.Compare) for part in (node.left, *node.comparators)]  # fmt: skip
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr.startswith("assert"):
+            compared += call.args
+    names = {node.id for part in compared for node in ast.walk(part) if isinstance(node, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id in names for target in node.targets
+        ):
+            compared.append(node.value)
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("parametrize"):
+            compared += decorator.args[1:]
+    return compared
 
 
 def _literals(node: ast.expr) -> Iterator[str]:

@@ -6,9 +6,11 @@ import dataclasses
 import pytest
 
 from glm5_jax.agents.writers import RuleWriter, WriterError
+from glm5_jax.envs.sandbox import Layer
+from glm5_jax.envs.terminal.image import Image
 from glm5_jax.envs.terminal.synthesis.judged_checks import CRITERIA, check_rubric, rule_writer
 from glm5_jax.envs.terminal.synthesis.reports import Check, ValidationReport, verdict_of
-from glm5_jax.envs.terminal.synthesis.sandbox_checks import needed_cuts
+from glm5_jax.envs.terminal.synthesis.sandbox_checks import needed_cuts, search_image
 from glm5_jax.envs.terminal.synthesis.sandbox_runs import ScriptedAttempt, TaskRuns
 from glm5_jax.envs.terminal.synthesis.static_checks import (
     check_names,
@@ -81,6 +83,25 @@ def test_reads_expected_literals_without_those_of_guards(tmp_path):
     )
     _, task = check_static(folder)
     assert expected_literals(read_texts(task)) == {"granite", "12345"}
+
+
+def test_reads_literals_of_variables_parameters_and_methods(tmp_path):
+    tests = "import pytest\n\n\ndef test_a():\n    want, path = 'granite', 'a/path.txt'\n    want = 'basalt'\n    assert f(path) == want\n"
+    tests += "\n\n@pytest.mark.parametrize(('x', 'y'), [(1, 'marble-1')])\ndef test_b(x, y):\n    assert f(x) == y\n"
+    tests += "\n\nclass TestC:\n    def test_c(self):\n        self.assertEqual(f(), 'quartz')\n"
+    _, task = check_static(write(tmp_path, lambda files: files.update({TEST: tests})))
+    assert expected_literals(read_texts(task)) == {"basalt", "marble-1", "quartz"}
+
+
+def test_finds_answers_in_names_and_links_of_image(tmp_path):
+    (tmp_path / "srv").mkdir()
+    (tmp_path / "srv/flag-granite").touch()
+    (tmp_path / "srv/link").symlink_to("/none/basalt")
+    image = Image(layer=Layer((tmp_path,), False), workdir=None, env={})
+    assert search_image(image, ["granite", "basalt", "marble"]) == {
+        "granite": "srv/flag-granite",
+        "basalt": "srv/link",
+    }
 
 
 def test_counts_assertions():
