@@ -50,8 +50,8 @@ def engine(requests):
     inference_engine = Engine(policy(), TOKENIZER, EngineConfig(**options))
     submit = inference_engine.submit
 
-    def record_request(request, listener=None):
-        handle = submit(request, listener)
+    def record_request(request, *arguments):
+        handle = submit(request, *arguments)
         requests.append((list(request.ids), handle))
         return handle
 

@@ -117,8 +117,8 @@ STREAMS = {
     ),
     "a copy shares the weight of its rollout": ("if copy:", "if False:"),
     "every copy is of the first member": (
-        "copy, original = divmod(index, len(advantages))",
-        "copy, original = index // len(advantages), 0",
+        "copy, original = divmod(index, len(group.baseline))",
+        "copy, original = index // len(group.baseline), 0",
     ),
     "long rollouts count more": ("max(lengths[record.rollout_id], 1.0)", "1.0"),
     "records of a rollout count separately": (
