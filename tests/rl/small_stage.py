@@ -24,7 +24,7 @@ SCHEDULE = ScheduleConfig(kind="constant", peak=1e-2, end=0.0, warmup_steps=0, t
 COMMON = dict(
     model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
     requires_checkpoint=False,
-    optimizer=OptimizerConfig(weight_decay=0.0, ns_dtype="float32"),  # runs on meshes are compared
+    optimizer=OptimizerConfig(weight_decay=0.0, lm_head="adamw"),  # as in the recipes `:tiny`
     schedule=SCHEDULE,
     step=dataclasses.replace(policy_step_config(), remat="none"),
     policy=PolicyConfig(temperature=0.8),

@@ -126,8 +126,8 @@ def sample_groups():
     )
     generate, chats_seen = engine.generate, []
 
-    def record_replies(prompts, samplings):
-        replies = generate(prompts, samplings)
+    def record_replies(prompts, samplings, **options):
+        replies = generate(prompts, samplings, **options)
         for ids, reply in zip(prompts, replies, strict=True):
             matching = [
                 chat
