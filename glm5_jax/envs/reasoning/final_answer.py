@@ -3,8 +3,8 @@
 A reply may reason before it answers. The answer is the first of these forms that it has:
 
   1. \\boxed{...}: for a final answer the last one;
-  2. the last line "answer: ..." or "the answer is ...", also in Chinese, or GSM8K's "#### ...", up to the end of the line; if nothing
-     follows there, the next line, or the formula that begins there;
+  2. the last line "answer: ..." or "the answer is ...", also in Chinese, or GSM8K's "#### ...", up to the end of the
+     line; if nothing follows there, the next line, or the formula that begins there;
   3. the reply itself if it is one word or formula, else the last formula between dollars (or \\( and \\[)
     or the last number, whichever ends last.
 

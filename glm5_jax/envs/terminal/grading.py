@@ -395,9 +395,9 @@ async def _put_submission(box: Sandbox, submission: Submission) -> list[str]:
 
 
 async def _check_names(box: Sandbox, folders: list[str]) -> None:
-    """Raises SubmissionError for a path of which tests, which split it at blanks, would read a file of theirs.
+    """Raises SubmissionError if a path of the attempt has a word that is a path of the tests.
 
-    Of "/app/x /tests/key" in `cat $(find /app)`, the second word is the path of the tests' own file.
+    Of "/app/x /tests/key", `cat $(find /app)` reads the second word, which is a file of the tests.
     """
     targets = "|".join(filter(None, _NO_TARGETS))
     pattern = rf".*[[:space:]]['\"\\]*/({targets})(/.*)?"
@@ -405,7 +405,7 @@ async def _check_names(box: Sandbox, folders: list[str]) -> None:
     result = await box.exec([*command, "-regex", pattern, "-print0"], user="root", cwd="/")
     if names := result.stdout.decode(errors="replace").split("\0")[0]:
         raise SubmissionError(
-            f"what the agent left cannot be graded: the name {ascii(names[:100])}"
+            f"what the agent left cannot be graded: a word of the name {ascii(names[:100])} is a path of the tests"
         )
 
 

@@ -88,9 +88,9 @@ import os, time
 if os.fork():
     os._exit(0)
 os.setsid()
-end, own = time.time() + 5, os.getpid()
+end, this = time.time() + 5, os.getpid()
 while time.time() < end:
-    for pid in range(own + 1, own + 12):
+    for pid in range(this + 1, this + 12):
         try:
             os.kill(pid, 9)
         except OSError:
